@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
 import os
 import re
 import shutil
@@ -12,9 +11,9 @@ import stat
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
 
 from megatron_hexi.elastic.channel import accept, connect
@@ -22,6 +21,8 @@ from megatron_hexi.elastic.entrance import Entrance, listen
 
 _BLOCK, _PART = 1 << 20, ".part"
 _PULL_S = 60.0
+#: The first byte of an answer, and the most bytes of a question.
+_HERE, _LINE_BYTES = b"+", 1024
 
 #: Bytes and SHA-256 of each file, by name.
 Files = dict[str, tuple[int, str]]
@@ -124,21 +125,6 @@ def list_files(folder: Path) -> Files:
     return files
 
 
-class _SecretConnection(http.client.HTTPConnection):
-    """HTTP over a connection that proves the job's secret."""
-
-    def __init__(self, url: str, secret: bytes) -> None:
-        host, _, port = url.rpartition(":")
-        if not host or not port.isdecimal():
-            raise OSError(f"{url!r} is no node's address")
-        super().__init__(host.strip("[]"), int(port), timeout=_PULL_S)
-        self._secret = secret
-
-    def connect(self) -> None:
-        """See `http.client.HTTPConnection.connect`."""
-        self.sock = connect((self.host, self.port), self._secret, _PULL_S)
-
-
 def pull(
     urls: Iterable[str],
     path: tuple[str, str],
@@ -157,14 +143,14 @@ def pull(
     Raises:
         OSError: a name is no bare name, no node has the file, or there is no room.
     """
-    source = "/".join(["", *map(bare_name, path), bare_name(name)])
+    source = "/".join(map(bare_name, (*path, name)))
     part = f"{hashlib.sha256(name.encode()).hexdigest()[:16]}{_PART}"
     reason: object = "no node has it"
     with _Folder(folder) as target:
         for url in urls:
             try:
                 received = _download(url, source, target, part, expected[0], secret)
-            except (OSError, http.client.HTTPException) as problem:
+            except OSError as problem:
                 reason = f"{url}: {problem}"
                 continue
             if received == tuple(expected):
@@ -177,69 +163,49 @@ def pull(
 
 def _download(url: str, source: str, target: _Folder, part: str, size: int, secret: bytes) -> tuple[int, str]:
     """Download at most `size` + 1 bytes, which detects a longer file; return their number and SHA-256."""
-    connection, digest, count = _SecretConnection(url, secret), hashlib.sha256(), 0
-    try:
-        connection.request("GET", source)
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise OSError(f"{answer.status} {answer.reason}")
+    host, _, port = url.rpartition(":")
+    if not host or not port.isdecimal():
+        raise OSError(f"{url!r} is no node's address")
+    digest, count = hashlib.sha256(), 0
+    with connect((host.strip("[]"), int(port)), secret, _PULL_S) as connection:
+        connection.sendall(f"{source}\n".encode())
+        answer = connection.makefile("rb")
+        if answer.read(1) != _HERE:
+            raise FileNotFoundError("it has no such file")
         with target.create(part) as file:
             while block := answer.read(min(_BLOCK, size + 1 - count)):
                 digest.update(block)
                 file.write(block)
                 count += len(block)
-    finally:
-        connection.close()
     return count, digest.hexdigest()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Serves regular files by /ROUND/ITERATION/NAME, three bare names; folders are not listed."""
+class _Server(ThreadingTCPServer):
+    """Serves regular files by a line ROUND/ITERATION/NAME, three bare names, to holders of the job's secret.
 
-    server: _Server
-    timeout = _PULL_S
-
-    def do_GET(self) -> None:
-        """Answer with a file's bytes."""
-        try:
-            file = self._open()
-        except (OSError, ValueError):
-            self.send_error(404)
-            return
-        with file:
-            self.send_response(200)
-            self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
-            self.end_headers()
-            shutil.copyfileobj(file, self.wfile, _BLOCK)
-
-    def _open(self) -> BufferedReader:
-        _, *names, name = self.path.split("/")
-        if len(names) != 2:
-            raise OSError(f"{self.path}: is not /ROUND/ITERATION/NAME")
-        with _Folder(self.server.folder, *names) as folder:
-            return folder.read(name)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
-
-
-class _Server(ThreadingHTTPServer):
-    """Serves a folder to holders of the job's secret."""
+    The answer is `_HERE` and the file's bytes, or nothing.
+    """
 
     daemon_threads = True
 
     def __init__(self, listening: socket.socket, folder: Path, secret: bytes) -> None:
-        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
+        super().__init__(listening.getsockname()[:2], BaseRequestHandler, bind_and_activate=False)
         self.socket.close()
-        self.socket, self.folder, self._secret = listening, folder, secret
+        self.socket, self._folder, self._secret = listening, folder, secret
         self._entrance = Entrance("the server of copies")
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Serve a client that proves the secret."""
         with self._entrance.one(str(client_address[0]), lambda: request.shutdown(socket.SHUT_RDWR)):
             connection = accept(request, self._secret)
-        with connection:
-            _Handler(connection, client_address, self)
+        connection.settimeout(_PULL_S)
+        with connection, connection.makefile("rwb") as stream, suppress(OSError, ValueError):
+            *names, name = stream.readline(_LINE_BYTES).decode().removesuffix("\n").split("/")
+            if len(names) != 2:
+                return
+            with _Folder(self._folder, *names) as folder, folder.read(name) as file:
+                stream.write(_HERE)
+                shutil.copyfileobj(file, stream, _BLOCK)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log nothing: `Entrance` has logged it."""

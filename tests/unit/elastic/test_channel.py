@@ -86,8 +86,8 @@ SET = struct.pack("<BQ8sQ1s", 1, 8, b"stranger", 1, b"1")
 
 @pytest.mark.parametrize(
     "words",
-    [VALIDATE + SET, b"GET /round/iter_0000001/weights HTTP/1.0\r\n\r\n", b"", Random(0).randbytes(4096)],
-    ids=["store", "http", "nothing", "noise"],
+    [VALIDATE + SET, b"round/iter_0000001/weights\n", b"", Random(0).randbytes(4096)],
+    ids=["store", "copies", "nothing", "noise"],
 )
 def test_plain_words_are_answered_nothing(server, words):
     with socket.create_connection(server, 20) as connection:
@@ -127,7 +127,7 @@ def test_without_the_proof_a_connection_ends(server, proof):
             ),
         }[proof]
         with contextlib.suppress(OSError):
-            connection.sendall(words + VALIDATE + SET + b"GET /round/iter_0000001/weights HTTP/1.0\r\n\r\n")
+            connection.sendall(words + VALIDATE + SET + b"round/iter_0000001/weights\n")
         assert everything(connection) in (b"", bytes(PROOF_BYTES))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import string
@@ -170,7 +171,7 @@ def test_other_bytes_are_not_taken(tmp_path):
         (source / "a").write_text(other)
         with pytest.raises(OSError, match="has other bytes"):
             pull([url], PATH, "a", wanted, target, SECRET)
-    with pytest.raises(OSError, match="404"):
+    with pytest.raises(OSError, match="it has no such file"):
         pull([url], PATH, "b", wanted, target, SECRET)
     assert not list(target.iterdir())
     (source / "a").write_text("right")
@@ -229,7 +230,7 @@ def crowded(tmp_path_factory):
     (inside / "plain").write_bytes(b"bytes")
     (inside / "link").symlink_to(root / "outside")
     (root / "copies" / "folder").symlink_to(root)
-    return url, {f"/{ROUND}/{inside.name}/plain"}
+    return url, {f"{ROUND}/{inside.name}/plain"}
 
 
 PARTS = st.sampled_from(
@@ -237,19 +238,21 @@ PARTS = st.sampled_from(
 )
 
 
-@given(st.lists(PARTS, max_size=7).map("/".join).map("/".__add__))
-@example(f"/{ROUND}/{PATH[1]}/plain")
-@example(f"/{ROUND}/{PATH[1]}/link")
-@example("/folder/copies/outside")
+@given(st.lists(PARTS, max_size=7).map("/".join))
+@example(f"{ROUND}/{PATH[1]}/plain")
+@example(f"{ROUND}/{PATH[1]}/link")
+@example("folder/copies/outside")
+@example("\0/\0/\udcff" * 400)
 @examples(50)
 def test_a_server_of_copies_serves_its_files_only(crowded, path):
     url, files = crowded
     host, _, port = url.partition(":")
-    connection = connect((host, int(port)), SECRET, 20)
-    with connection:
-        connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
-        answer = connection.makefile("rb").read()
-    assert (b" 200 " in answer.split(b"\r\n")[0], b"bytes" in answer) == (path in files, path in files)
+    answer = b""
+    with connect((host, int(port)), SECRET, 20) as connection:
+        connection.sendall(f"{path}\n".encode(errors="surrogateescape"))
+        with contextlib.suppress(ConnectionResetError):  # of a line that is longer than any right one
+            answer = connection.makefile("rb").read()
+    assert answer == (b"+bytes" if path in files else b"")
 
 
 def test_copies_come_from_nodes_only(tmp_path):
@@ -305,7 +308,7 @@ def test_no_link_is_followed_in_the_folder_that_is_served(tmp_path):
     assert list(list_files(source)) == ["plain"]
     pull([url], PATH, "plain", wanted, tmp_path, SECRET)
     for path, name in ((PATH, "link"), ((ROUND, "folder"), "secret"), (PATH, "pipe")):
-        with pytest.raises(OSError, match="404"):
+        with pytest.raises(OSError, match="it has no such file"):
             pull([url], path, name, wanted, tmp_path, SECRET)
     through = tmp_path / "through"
     through.symlink_to(tmp_path / "source")
