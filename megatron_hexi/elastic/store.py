@@ -6,7 +6,7 @@ its own, on one of the nodes; ours is on a node that the job cannot lose, so tha
 Where a node was cut off or stopped, the others go on without it in another round. Its ranks may still run, as
 if they were the job. So whatever outlives a round (checkpoints, copies, the log and the record, the counts in
 the store, the file of ``--ended``) is written only where the store names the writer's round as the present
-one: the `Fence`. A node that cannot reach the store gets no answer, and writes nothing either.
+one: the fence (`training.fencing`). A node that cannot reach the store gets no answer, and writes nothing.
 """
 
 from __future__ import annotations
@@ -174,18 +174,3 @@ ROUND_IS_OVER = (
     "this round is over: while this node was cut off or stopped, the others went on without it; nothing more "
     "of it is written"
 )
-
-
-class Fence:
-    """The fence of one round."""
-
-    def __init__(self, job: dist.Store, name: str) -> None:
-        self._job, self._name = job, name
-
-    def why_closed(self) -> str | None:
-        """Return why the round may not write any more; ``None`` while writing is allowed.
-
-        Raises:
-            RuntimeError: the store does not answer.
-        """
-        return None if read_present(self._job).round == self._name else ROUND_IS_OVER

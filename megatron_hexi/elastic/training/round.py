@@ -25,7 +25,7 @@ from megatron_hexi.elastic import say
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE
 from megatron_hexi.elastic.store import NODE_VARIABLE, in_round, round_store, set_name, whole_store
 from megatron_hexi.elastic.training.copying import TRACKER, fetch_copy, find_copy
-from megatron_hexi.elastic.training.fencing import ask_fence
+from megatron_hexi.elastic.training.fencing import ask_fence, take_save
 from megatron_hexi.elastic.training.goodput import begin_round, round_words, set_round
 from megatron_hexi.elastic.training.round_plan import PLANNER_TIMEOUT, plan_ahead, plan_for
 from megatron_hexi.errors import HexiError
@@ -158,7 +158,9 @@ def _take_number(args: Namespace, store: dist.Store, ranks: list[int], started: 
 def _lead(args: Namespace, present: list[tuple[str, int, str]]) -> dict[str, Any]:
     """Return rank 0's decision for all ranks: the plan, and the copy or the iteration to resume from."""
     begun = time.monotonic()
+    job = whole_store(_STORE)
     try:
+        take_save(args.save, job, is_first=job.add(_ROUNDS, 0) == 0)
         iteration = newest_checkpoint(Path(args.save))
     except HexiError as problem:
         return {"error": str(problem)}
@@ -169,11 +171,11 @@ def _lead(args: Namespace, present: list[tuple[str, int, str]]) -> dict[str, Any
         "words": sys.argv[1:],
     }
     places = [(node, local) for node, local, _ in present]
-    answer = plan_for(whole_store(_STORE), request, places)
+    answer = plan_for(job, request, places)
     if "error" in answer:
         return answer
     plan_ahead(request, places)
-    copy = find_copy(whole_store(_STORE), [url for _, _, url in present], iteration)
+    copy = find_copy(job, [url for _, _, url in present], iteration)
     nodes = list(dict.fromkeys(node for node, _, _ in present))
     return {**answer, "resumes": iteration, "copy": copy, "nodes": nodes, "took": time.monotonic() - begun}
 
