@@ -20,7 +20,7 @@ from megatron_hexi.plan import proportional_plan, write_plan
 
 #: Operations in several kernels (`Job.unfused`) by the layers' implementation; `PLAIN` is without apex.
 UNFUSED: dict[str, tuple[Fusible, ...]] = {
-    "local": ("norms", "rotary", "permutation", "loss", "gradients", "optimizer"),
+    "local": ("norms", "rotary", "permutation", "experts", "loss", "gradients", "optimizer"),
     "transformer_engine": Job.unfused,
 }
 #: Iterations that warm up.

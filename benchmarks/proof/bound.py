@@ -49,10 +49,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from benchmarks.proof.options import ranges
+from benchmarks.proof.options import MODES, ranges
 from benchmarks.proof.program import MARGIN, SHARES_STEP, BoundProgram
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.models import Model
 from megatron_hexi.planner import bound
 from megatron_hexi.planner.bound import Bound
 from megatron_hexi.planner.request import Request
@@ -77,7 +76,7 @@ def joint_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
     Raises:
         ClusterError: a GPU cannot do the job.
     """
-    if _is_beyond_program(request.job.model):
+    if _is_beyond_program(request):
         return bound.lower_bound(request, cluster, found_s)
     nothing = "no layout fits in memory" if math.isinf(found_s) else "no layout is faster than the one found"
     least = Bound(found_s, nothing)
@@ -110,20 +109,23 @@ def memory_fits(request: Request, cluster: Cluster) -> bool:
     Raises:
         ClusterError: a GPU cannot do the job.
     """
-    if _is_beyond_program(request.job.model):
+    if _is_beyond_program(request):
         return bound.memory_fits(request, cluster)
     programs = (BoundProgram(request, cluster, sizes) for sizes in _sizes(request))
     return any(program.may_finish(_LONG * program.ceiling_s) for program in programs)
 
 
-def _is_beyond_program(model: Model) -> bool:
-    """Whether the linear program does not hold for a model, which only the ceiling then bounds.
+def _is_beyond_program(request: Request) -> bool:
+    """Whether the linear program does not hold for a job, which only the ceiling then bounds.
 
     Any rank may compute experts of other ranks' tokens; where layers differ, the program's rows would mix
     those of several kinds; where latent columns travel, other ranks make a token's keys and values, and
     keep less of them; a scan's work goes by heads and tokens, not by pairs; and a layer of a hybrid has one
-    part and one sum over tensor-parallel ranks, not two.
+    part and one sum over tensor-parallel ranks, not two. Of modules that are fixed it knows some.
     """
+    model, mode = request.job.model, request.job.mode
+    if "recompute" in request.fixed and mode not in MODES:
+        return True
     special = (model.experts, model.latent, model.state)
     return any(part is not None for part in special) or not model.is_uniform or bool(model.pattern)
 

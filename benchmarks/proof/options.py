@@ -37,10 +37,11 @@ from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, Holdings, allocated_by
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.moved_bytes import layer_elements, loss_bytes
 from megatron_hexi.cost.products import layer_products
-from megatron_hexi.models import RECOMPUTES, Job
+from megatron_hexi.models import Job
+from megatron_hexi.models.job import RecomputeMode
 
-#: Modes of recomputation. A GPU's works are x of each mode, then z of each.
-MODES: Final = len(RECOMPUTES)
+#: Modes of recomputation that planners offer to dense models. A GPU's works are x of each, then z of each.
+MODES: Final[tuple[RecomputeMode, ...]] = ("none", "selective", ("mlp",), "full")
 #: Ratio of the most to the least layers of an option.
 _LAYERS_STEP = 1.2
 #: The same ratio for stages in ministages, and for the number of ministages.
@@ -133,8 +134,11 @@ class UnitCandidates:
         self._plain = replace(job, model=replace(job.model, mtp_layers=0))
         self._attention_s = [
             length * attention_seconds(self._speeds, replace(self._plain, recompute=mode), causal=True)
-            for mode in RECOMPUTES
+            for mode in MODES
         ]
+        mlp = job.model.feed_forward.matrices(job.model, job.tensor_parallel)
+        #: Part of a layer's products that the MLP has.
+        self._mlp = sum(matrix.weights for matrix in mlp) / layer_products(job).weights
         part = ModelPart(places.low, 0, places.low == job.model.layers, places.last > 0, 1)
         params = np.asarray(part_params(job, part), dtype=float)
         #: Seconds of the optimizer's step, at least, [P].
@@ -159,12 +163,12 @@ class UnitCandidates:
         )
         scale = allocated_bytes(float(job.seq_length * job.tensor_parallel))
         #: Bytes of x in each mode, and of as much of tokens attended to with all heads, [P, modes].
-        self.held_bytes, self.attended_bytes = np.zeros((2, len(turn), MODES))
+        self.held_bytes, self.attended_bytes = np.zeros((2, len(turn), len(MODES)))
         # Bytes of an output, which a unit alone in its group has among its tokens' inputs.
         output = np.array([0, job.element_bytes * job.model.value_dim * local.local_heads])
         loss = float(logits_bytes(self._plain, np.ones(1), logit_bytes(job))[0])
         # Of multi-token prediction only weights are counted.
-        for mode, recompute in enumerate(RECOMPUTES):
+        for mode, recompute in enumerate(MODES):
             part = ModelPart(1, int(mode > 0), is_first=True, is_last=True, ahead=1)
             terms = part_memory(replace(self._plain, recompute=recompute), part, held, 1, 0.0)
             kept, layer = terms["activations"] + terms["attention"], terms["working_set"]
@@ -172,6 +176,8 @@ class UnitCandidates:
                 kept, plain = kept - output, layer
             elif recompute == "selective":
                 layer = layer - output
+            elif recompute != "full":
+                kept, layer = kept - output, plain
             else:  # no layer is there whole where others are not computed again
                 layer = plain if mixed else layer - output
             # The loss comes before the working set: the larger of the two.
@@ -194,11 +200,13 @@ class UnitCandidates:
         turns = np.maximum(1.0, places.fewest / self._most) * places.low
         rows = np.full(len(turns), float(self._most * job.seq_length))
         for _ in range(_STEPS):
-            forward, backward, logits = self._row_flops / rates(self._speeds.matmul, rows) + self._row_s
+            products = self._row_flops / rates(self._speeds.matmul, rows)
+            forward, backward, logits = products + self._row_s
             rows = np.minimum(rows, iteration_s / (turns * (forward + backward)))
         more = job.model.mtp_layers
         ends = places.last * (logits + more * (forward + backward)) / places.high
-        tokens = [(1 + self._again + (mode == "full")) * forward + backward + ends for mode in RECOMPUTES]
+        again = {"full": forward, ("mlp",): self._mlp * products[0]}
+        tokens = [(1 + self._again) * forward + backward + ends + again.get(mode, 0.0) for mode in MODES]
         token_s = job.seq_length * layers * width * np.array(tokens).T
         once = self._attention_s[-1] - self._attention_s[0]
         attention_s = np.array(self._attention_s) + self._again[:, None] * once

@@ -15,7 +15,6 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.memory import weight_bytes
-from megatron_hexi.models import RECOMPUTES
 from megatron_hexi.planner.request import Request
 
 #: Tolerance for rounding of floats, which adds up to much less.
@@ -27,7 +26,7 @@ _TANGENTS = (1.0, 1.4, 2.0, 3.0)
 #: The most rounds of adding columns; a time that is not refuted by then counts as possible.
 _ROUNDS = 60
 #: Rows of a range of shares: batch, spread, last stages and depth (no more and no less), fill by x and by z.
-_BATCH, _SPREAD, _LAST, _DEPTH, _FILL = 0, 1, 1 + MODES, 3 + MODES, 5 + MODES
+_BATCH, _SPREAD, _LAST, _DEPTH, _FILL = 0, 1, 1 + len(MODES), 3 + len(MODES), 5 + len(MODES)
 #: Row of the stages before the last in ministages.
 _TURNS = _FILL + 2 * len(_TANGENTS)
 _OWN = _TURNS + 1
@@ -79,7 +78,7 @@ class BoundProgram:
         counts = Counter((id(node.device), len(node.ranks), node.bandwidth) for node in cluster.nodes)
         self._gpus = np.array([float(counts[key] * key[1]) for key in nodes])
         allowed_modes = {job.mode, "none"} if isinstance(job.recompute, int) else {job.mode}
-        modes = ["recompute" not in fixed or mode in allowed_modes for mode in RECOMPUTES]
+        modes = ["recompute" not in fixed or mode in allowed_modes for mode in MODES]
         units, kinds = list[UnitCandidates](), list[int]()
         for kind, node in enumerate(nodes.values()):
             for width in request.widths(len(node.ranks)):
@@ -103,7 +102,7 @@ class BoundProgram:
             for name in ("room", "step_s", "held_bytes", "attended_bytes")
         )
         self._modes = np.flatnonzero(modes)
-        self._works = np.concatenate([self._modes, MODES + self._modes])
+        self._works = np.concatenate([self._modes, len(MODES) + self._modes])
         self._size = np.concatenate([held, attended / 2])[self._works]
         #: The two works of each vertex: no work, one work, or two works that fill time and memory.
         works = range(len(self._works))

@@ -26,7 +26,7 @@ RECOMPUTES: tuple[Amount, ...] = get_args(Amount)
 #: Modules that may be computed again by themselves.
 MODULES: tuple[Module, ...] = get_args(Module)
 #: Operations of which Megatron knows one kernel and several.
-Fusible = Literal["norms", "rotary", "activation", "permutation", "loss", "gradients", "optimizer"]
+Fusible = Literal["norms", "rotary", "activation", "permutation", "experts", "loss", "gradients", "optimizer"]
 FUSIBLES: tuple[Fusible, ...] = get_args(Fusible)
 #: Precisions in which the runtime trains.
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -83,9 +83,10 @@ class Job:
             each sequence is one document.
         unfused: operations that are several kernels each in place of one: norms of torch, rotary embedding
             (--no-rope-fusion), activation with its gate (--no-bias-swiglu-fusion), permutation of the rows of
-            experts (without --moe-permute-fusion), loss (without --cross-entropy-loss-fusion), addition of
-            gradients (--no-gradient-accumulation-fusion), torch's optimizer. Norms and optimizer are of
-            Transformer Engine, or of apex where that is there.
+            experts (without --moe-permute-fusion), products of experts (without --moe-grouped-gemm; only
+            the grouped have activations that can be computed again), loss (without
+            --cross-entropy-loss-fusion), addition of gradients (--no-gradient-accumulation-fusion), torch's
+            optimizer. Norms and optimizer are of Transformer Engine, or of apex where that is there.
         lora_rank: rank of the adapters (LoRA, DoRA) beside each matrix of the layers, which alone are
             trained; 0: all weights are.
         state_bytes: bytes of optimizer state of a weight, with the optimizer's own copy of it, where
@@ -113,7 +114,7 @@ class Job:
     latent_exchange: bool = False
     expert_imbalance: float = EXPERT_IMBALANCE
     documents: Documents | None = None
-    unfused: tuple[Fusible, ...] = ("permutation", "loss")
+    unfused: tuple[Fusible, ...] = ("permutation", "experts", "loss")
     lora_rank: int = 0
     fp8_recipe: Fp8Recipe = "delayed"
     state_bytes: int | None = None

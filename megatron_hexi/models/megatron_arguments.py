@@ -34,7 +34,8 @@ _MEGATRON_DEFAULTS = {
 _KERNELS = frozenset(
     (
         *("--transformer-impl", "--no-rope-fusion", "--no-bias-swiglu-fusion", "--disable-jit-fuser"),
-        *("--moe-permute-fusion", "--cross-entropy-loss-fusion", "--no-gradient-accumulation-fusion"),
+        *("--moe-permute-fusion", "--moe-grouped-gemm"),
+        *("--cross-entropy-loss-fusion", "--no-gradient-accumulation-fusion"),
         *("--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"),
     )
 )
@@ -262,6 +263,7 @@ def _unfused(args: Namespace) -> tuple[Fusible, ...]:
         "activation": args.activation_func_clamp_value is not None
         or (args.swiglu and (args.disable_jit_fuser or not args.bias_swiglu_fusion)),
         "permutation": not args.moe_permute_fusion,
+        "experts": not args.moe_grouped_gemm,
         "loss": not args.cross_entropy_loss_fusion,
         "gradients": not args.gradient_accumulation_fusion,
         "optimizer": lacks,

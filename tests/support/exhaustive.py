@@ -11,6 +11,7 @@ import itertools
 import math
 from dataclasses import replace
 
+from megatron_hexi.models.job import recompute_mode
 from megatron_hexi.planner.expert_placement import expert_rules
 from megatron_hexi.planner.joint.assembly import Assembly
 from megatron_hexi.planner.joint.layer_times import LayerTimer
@@ -20,6 +21,7 @@ from megatron_hexi.planner.joint.pools import StageShape
 from megatron_hexi.planner.joint.replica_columns import Column
 from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.joint.synchronisation import Synchronisation
+from megatron_hexi.planner.recomputation import offered
 
 #: Pipelines that are kept of each choice of GPUs, and of each of several replicas.
 KEPT, KEPT_OF_SEVERAL = 60, 6
@@ -87,7 +89,9 @@ class Exhaustive:
             global_batch_size=micro_batch_size,
             recompute="selective",
         )
-        self.timer = LayerTimer(job, cluster, widths, request.experts)
+        self.timer = LayerTimer(
+            job, cluster, widths, request.experts, tuple(map(recompute_mode, offered(request)))
+        )
         self.pools = self.timer.pools
         self.search = PipelineSearch(request, StageTables(request, self.timer, self.pools))
         self.assembly = Assembly(request, self.timer, self.search, self.pools)

@@ -10,8 +10,7 @@ from math import inf
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.fit import Shortage, find_shortage
 from megatron_hexi.errors import HexiError
-from megatron_hexi.models import RECOMPUTES, Job
-from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.models import Job
 from megatron_hexi.planner.baselines.flags import FlagLayout, Floor
 from megatron_hexi.planner.baselines.race import (
     Entrant,
@@ -39,6 +38,7 @@ from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import Progress, order_of
 from megatron_hexi.planner.moves.edit import plan_of_whole
 from megatron_hexi.planner.precision import one_precision
+from megatron_hexi.planner.recomputation import offered
 from megatron_hexi.planner.request import Request
 
 #: Megatron's pipelines whose stages have different numbers of layers.
@@ -168,7 +168,7 @@ def _entrants(
 ) -> Iterator[Entrant]:
     """Yield the layouts on each fleet that may be fast enough, in so many chunks, with each recomputation."""
     fixed = _fixed_replicas(request)
-    modes: Sequence[Recompute] = [request.job.recompute] if "recompute" in request.fixed else RECOMPUTES
+    modes = offered(request)
     for fleet, names in fleets:
         job = fleet.job
         if job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s >= faster_than:

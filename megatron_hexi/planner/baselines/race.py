@@ -24,7 +24,7 @@ import numpy as np
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, ceiling_tokens_per_s
 from megatron_hexi.errors import HexiError
-from megatron_hexi.models import RECOMPUTES, Job
+from megatron_hexi.models import Job
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.baselines.flags import FlagLayout
@@ -33,6 +33,7 @@ from megatron_hexi.planner.fleet.units import stages_in_turn
 from megatron_hexi.planner.joint import DEEPEST, Candidate
 from megatron_hexi.planner.joint.pipes import least_longest, moved_layers
 from megatron_hexi.planner.layouts.trial import Progress, order_of
+from megatron_hexi.planner.recomputation import offered
 from megatron_hexi.planner.request import Request
 
 #: Prefetch depths of the exchange that are tried, in steps.
@@ -208,7 +209,7 @@ def best_uneven(request: Request, cluster: Cluster, faster_than: float = inf) ->
     """Return the fastest uneven pipeline that fits and is fast enough, and how many layouts were timed."""
     if (request.virtual_stages or 1) > 1:
         return None, 0
-    modes: Sequence[Recompute] = [request.job.recompute] if "recompute" in request.fixed else RECOMPUTES
+    modes = offered(request)
     model, best, trials = cache(partial(CostModel, cluster=cluster)), None, 0
     most = _TIMED if len(cluster.ranks) <= _FEW_GPUS else _TIMED_OF_MANY
     try:

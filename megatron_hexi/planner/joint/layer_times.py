@@ -26,7 +26,7 @@ from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.recomputed import work_again
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import free_network
-from megatron_hexi.models import RECOMPUTES, Job
+from megatron_hexi.models import Job
 from megatron_hexi.models.job import RecomputeMode
 from megatron_hexi.planner.expert_placement import ExpertRule, placement
 from megatron_hexi.planner.fleet.rates import Rates
@@ -60,8 +60,8 @@ class LayerTimer:
             them; `StageTables` checks whether they do.
         widths: tensor-parallel sizes that are tried.
         experts: how experts are placed on the ranks of a stage, if the model has experts.
-        known: what timers for other placements of experts have found; ``None``: there are none.
         modes: what stages may compute again in each layer, from nothing to whole layers.
+        known: what timers for other placements of experts have found; ``None``: there are none.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class LayerTimer:
         cluster: Cluster,
         widths: Sequence[int],
         experts: ExpertRule,
+        modes: tuple[RecomputeMode, ...],
         known: KnownStages | None = None,
-        modes: tuple[RecomputeMode, ...] = RECOMPUTES,
     ) -> None:
         self.experts, self.offered, self.known = experts, modes, known or KnownStages()
         self.cluster, self.widths, self.micro_batch_size = cluster, widths, job.micro_batch_size

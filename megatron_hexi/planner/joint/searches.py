@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.models import RECOMPUTES, Job
-from megatron_hexi.models.job import RecomputeMode
+from megatron_hexi.models import Job
+from megatron_hexi.models.job import recompute_mode
 from megatron_hexi.planner.expert_placement import ExpertRule
 from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.joint.joint_search import JointSearch
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.stage_times import KnownStages
 from megatron_hexi.planner.layouts.trial import Candidate, Progress
+from megatron_hexi.planner.recomputation import offered
 from megatron_hexi.planner.request import Request
 
 
@@ -82,8 +83,6 @@ class JointSearches:
         key = *alike, request.experts
         if key not in self._timers:
             known = self._known.setdefault(alike, KnownStages())
-            modes: tuple[RecomputeMode, ...] = RECOMPUTES
-            if "recompute" in request.fixed:
-                modes = tuple(dict.fromkeys(("none", request.job.mode, "full")))
-            self._timers[key] = LayerTimer(job, cluster, widths, request.experts, known, modes)
+            modes = tuple(dict.fromkeys(("none", *map(recompute_mode, offered(request)), "full")))
+            self._timers[key] = LayerTimer(job, cluster, widths, request.experts, modes, known)
         return self._timers[key]

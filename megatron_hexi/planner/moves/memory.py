@@ -7,7 +7,7 @@ first, and each stage takes the first with which it has room.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -15,14 +15,14 @@ import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Timing
-from megatron_hexi.models import RECOMPUTES, Job
-from megatron_hexi.models.job import RecomputeMode
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Member, Plan, Replica
 from megatron_hexi.plan.terms import Order, Recompute
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.layouts.trial import Candidate
 from megatron_hexi.planner.moves.climb import Family, Move
 from megatron_hexi.planner.moves.edit import MemoryOption, Place, stages_of, with_members, written_out
+from megatron_hexi.planner.recomputation import offered
 from megatron_hexi.planner.request import Request
 
 #: Counts of ministages that run in turn, where the last is a layer each; and of those that are interleaved.
@@ -54,8 +54,8 @@ class MemoryMoves:
 
     def __init__(self, request: Request, cluster: Cluster) -> None:
         self._request, self._cluster = request, cluster
-        fixed = "recompute" in request.fixed
-        self._modes: Sequence[RecomputeMode] = (request.job.mode,) if fixed else RECOMPUTES
+        #: What stages in ministages may recompute: no number of layers.
+        self._modes = [mode for mode in offered(request) if not isinstance(mode, int)]
 
     def __call__(self, base: Candidate) -> Iterator[Move]:
         """Yield the plan with offload, with ministages in turn or interleaved, with other shares of state."""
@@ -108,21 +108,12 @@ class MemoryMoves:
         job: Job,
         plan: Plan,
         least_s: float,
-        ladders: Iterable[Mapping[Place, Sequence[MemoryOption]]],
+        ladders: Sequence[Mapping[Place, Sequence[MemoryOption]]],
         family: Family | None = None,
     ) -> Iterator[Move]:
-        """Yield the plan with the options that the request permits, if each stage has one."""
-        allowed = [
-            {place: [one for one in options if self._allows(one)] for place, options in ladder.items()}
-            for ladder in ladders
-        ]
-        ladders = [ladder for ladder in allowed if all(ladder.values())]
-        if ladders:
+        """Yield the plan with options for some stages, if there are any."""
+        if self._modes:
             yield Move((0.0, least_s), plan, job, ladders, family)
-
-    def _allows(self, option: MemoryOption) -> bool:
-        """Whether the request permits the option's recomputation."""
-        return "recompute" not in self._request.fixed or option.recompute == self._request.job.recompute
 
     def _interleaved(self, base: _Whole) -> Iterator[Move]:
         """Yield the plan with stages cut into interleaved ministages, which keep more activations.
@@ -145,21 +136,19 @@ class MemoryMoves:
                 plan, least = replace(base.plan, replicas=tuple(replicas)), least_seconds(base.timing, count)
                 yield Move((0.0, least), plan, base.job, [steps], family)
 
-    def _from(self, recompute: Recompute | None) -> Sequence[RecomputeMode]:
+    def _from(self, recompute: Recompute | None) -> Sequence[Recompute]:
         """Return what a stage that recomputes so may recompute in ministages: as much, or more."""
         mode = recompute or "none"
-        if "recompute" in self._request.fixed:
-            return ("selective" if isinstance(mode, int) else mode,)
         if isinstance(mode, int):
             return self._modes[1:]
         return self._modes[self._modes.index(mode) :] if mode in self._modes else (mode, *self._modes[1:])
 
 
-def _offloaded(modes: Sequence[RecomputeMode]) -> tuple[MemoryOption, ...]:
+def _offloaded(modes: Sequence[Recompute]) -> tuple[MemoryOption, ...]:
     """Return the options of a stage in ministages with host memory, the cheapest first."""
     return (
-        MemoryOption("none", ("optimizer",)),
-        MemoryOption("none", ("parameters", "optimizer")),
+        *(MemoryOption(mode, ("optimizer",)) for mode in modes[:1]),
+        *(MemoryOption(mode, ("parameters", "optimizer")) for mode in modes[:1]),
         *(MemoryOption(mode, ("parameters", "optimizer", "activations")) for mode in modes),
     )
 

@@ -13,9 +13,12 @@ from megatron_hexi.cost.layer_bytes import Freed, freed_bytes, routed_row_bytes
 from megatron_hexi.cost.memory import weight_bytes
 from megatron_hexi.models import Job, presets
 from megatron_hexi.plan import proportional_plan
+from megatron_hexi.planner import Request
+from megatron_hexi.planner.recomputation import offered
 from tests.support.costs import TINY, cluster, tiny_job
 
 EXPERTS = Job(presets()["qwen3-30b-a3b"], 4096)
+LATENT = Job(presets()["deepseek-v3"], 4096)
 
 
 def test_an_mlp_keeps_its_input_alone():
@@ -52,3 +55,23 @@ def test_seconds_of_an_mlp_are_those_of_its_products_and_bytes():
 def test_types_of_the_optimizer_s_state_are_its_bytes():
     assert weight_bytes(tiny_job()).state == 12
     assert weight_bytes(tiny_job(state_bytes=8)).state == 8
+
+
+@pytest.mark.parametrize(
+    ("job", "sets"),
+    [
+        (tiny_job(), [("mlp",)]),
+        (tiny_job(model=replace(TINY, biases=True)), []),
+        (EXPERTS, [("layernorm",), ("layernorm", "moe")]),
+        (replace(EXPERTS, unfused=()), [("layernorm", "moe_act"), ("layernorm", "moe")]),
+        (replace(EXPERTS, unfused=(), precision="fp8", fp8_recipe="delayed"), [("moe",)]),
+        (LATENT, [("layernorm", "mla_up_proj"), ("layernorm", "mla_up_proj", "mlp", "moe")]),
+        (replace(LATENT, latent_exchange=True), [("layernorm",), ("layernorm", "mlp", "moe")]),
+    ],
+)
+def test_sets_that_stages_are_offered_are_those_that_the_model_has(job, sets):
+    assert offered(Request(job)) == ("none", *sets, "full")
+
+
+def test_a_set_that_is_fixed_is_alone():
+    assert offered(Request(tiny_job(recompute=3), fixed=frozenset({"recompute"}))) == (3,)

@@ -116,7 +116,7 @@ def test_fine_tuning_and_adapters_are_read_for_a_plan_only(tmp_path):
     assert terms is not None
     assert plain is not None
     # Rotary embeddings within documents are not fused.
-    assert terms.fields == {**plain.fields, "lora_rank": 16, "unfused": ("rotary", "permutation")}
+    assert terms.fields == {**plain.fields, "lora_rank": 16, "unfused": ("rotary", "permutation", "experts")}
     assert terms.restricting == {"--dataloader-inter-document-masking": ("unequal_stages",)}
     with pytest.raises(HexiError, match=r"adapters on frozen weights and data for fine-tuning: "):
         argument_words(path)

@@ -95,11 +95,14 @@ def test_terms_in_megatron_s_spellings(tmp_path, flags, field, value):
         ((), None),
         (PLAIN, UNFUSED["local"]),
         (("--transformer-impl", "local"), None),  # apex adds gradients, and has norms and an optimizer
-        (("--no-gradient-accumulation-fusion",), ("permutation", "loss", "gradients")),
-        (("--no-rope-fusion", "--no-bias-swiglu-fusion"), ("rotary", "activation", "permutation", "loss")),
-        (("--disable-jit-fuser", "--cross-entropy-loss-fusion"), ("activation", "permutation")),
-        (("--activation-func-clamp-value", "7"), ("activation", "permutation", "loss")),
-        (("--moe-permute-fusion",), ("loss",)),
+        (("--no-gradient-accumulation-fusion",), ("permutation", "experts", "loss", "gradients")),
+        (
+            ("--no-rope-fusion", "--no-bias-swiglu-fusion"),
+            ("rotary", "activation", "permutation", "experts", "loss"),
+        ),
+        (("--disable-jit-fuser", "--cross-entropy-loss-fusion"), ("activation", "permutation", "experts")),
+        (("--activation-func-clamp-value", "7"), ("activation", "permutation", "experts", "loss")),
+        (("--moe-permute-fusion", "--moe-grouped-gemm"), ("loss",)),
     ],
 )
 def test_flags_say_what_is_not_fused(tmp_path, flags, unfused):

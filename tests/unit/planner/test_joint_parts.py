@@ -172,7 +172,10 @@ def test_gradients_of_replicas_in_stages_take_as_long_as_in_the_cost_model():
     model = dataclasses.replace(DEEP, vocab_size=128, tied_embeddings=False)
     job = tiny_job(model=model, global_batch_size=4)
     one = dataclasses.replace(job, global_batch_size=1, recompute="selective")
-    sync, shape = Synchronisation(LayerTimer(one, known, [1], IN_WHOLE_STAGES)), StageShape((1,), 1)
+    sync, shape = (
+        Synchronisation(LayerTimer(one, known, [1], IN_WHOLE_STAGES, ("none", "full"))),
+        StageShape((1,), 1),
+    )
     stages = [
         Stage((one_unit(job, rank),), layers=(rank % 2 * 2, rank % 2 * 2 + 2), recompute="none")
         for rank in range(4)
@@ -188,7 +191,7 @@ def test_gradients_hide_where_messages_leave_the_network_free_as_in_the_cost_mod
     job = tiny_job(model=model, overlap_gradients=True)
     known = cluster([(name, "PLAIN", 1) for name in "ab"], 0.1)
     one = dataclasses.replace(job, global_batch_size=1, recompute="selective")
-    timer, shape = LayerTimer(one, known, [1], IN_WHOLE_STAGES), StageShape((2,), 1)
+    timer, shape = LayerTimer(one, known, [1], IN_WHOLE_STAGES, ("none", "full")), StageShape((2,), 1)
     plans = [proportional_plan(job.workload(), [groups]) for groups in ([[1, 1]], [[1], [1]])]
     timings = [CostModel(job, known).timing(plan) for plan in plans]
     phases = min(timings, key=lambda timing: timing.stages[0].layer.backward.finish.max()).phases

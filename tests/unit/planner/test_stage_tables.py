@@ -22,7 +22,11 @@ LAYERS, MOST_STRETCH, LEAST_ROOM = 8, 20.0, 0.02
 MODEL = dataclasses.replace(TINY, layers=LAYERS, hidden_size=2048, ffn_hidden_size=8192)
 JOB = tiny_job(model=MODEL, seq_length=2**15, recompute="selective")
 TIMER = LayerTimer(
-    JOB, cluster([("a", "DOUBLE", 4), ("b", "PLAIN", 4), ("c", "PLAIN", 4)]), [1, 2], IN_WHOLE_STAGES
+    JOB,
+    cluster([("a", "DOUBLE", 4), ("b", "PLAIN", 4), ("c", "PLAIN", 4)]),
+    [1, 2],
+    IN_WHOLE_STAGES,
+    ("none", "selective", ("mlp",), "full"),
 )
 SHAPES = [
     StageShape(counts, width)
