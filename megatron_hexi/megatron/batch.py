@@ -25,7 +25,8 @@ def cut_batch(batch: Batch, session: Session) -> Batch:
     """Cut a batch of whole sequences down to this rank's rows; changed in place, as in Megatron.
 
     Args:
-        batch: tensors [B, S] by name, ``None`` where absent; with ends of documents, B is 1.
+        batch: tensors [B, S] by name, ``None`` where absent; with ends of documents, B is 1. Positions on
+            three axes, [3, B, S], stay whole: their rotary embedding takes those of the rank's rows.
 
     Returns:
         The batch with tensors [B, L].
@@ -42,7 +43,7 @@ def cut_batch(batch: Batch, session: Session) -> Batch:
         )
     for key in TOKEN_KEYS:
         tensor: Tensor | None = batch.get(key)
-        if tensor is None:
+        if tensor is None or has_three_axes(key, tensor):
             continue
         if tensor.shape[1] != session.seq_length:
             raise PlanError(
@@ -53,6 +54,11 @@ def cut_batch(batch: Batch, session: Session) -> Batch:
     if batch.get("loss_mask") is not None:
         batch["loss_mask"][:, shard.tokens :] = 0
     return batch
+
+
+def has_three_axes(key: str, tensor: Tensor) -> bool:
+    """Return whether a tensor of a batch holds positions in time, height and width, [3, B, S]."""
+    return key == "position_ids" and tensor.dim() == 3
 
 
 def _by_plan(original: Callable[..., Batch]) -> Callable[..., Batch]:

@@ -15,6 +15,7 @@ from torch.distributed.nn.functional import all_reduce
 
 from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError, PlanError
+from megatron_hexi.megatron.batch import has_three_axes
 from megatron_hexi.megatron.documents_ahead import END_KEYS, ends_in
 from megatron_hexi.megatron.groups import agree
 from megatron_hexi.megatron.loop_job import LoopJob, hold_loop
@@ -61,8 +62,9 @@ class LoopSession:
                 With documents, ``cu_seqlens`` (or ``cu_seqlens_padded``) has 0 and the end of each.
 
         Returns:
-            Tensors [B, L, …], which are 0 in padding rows, and what describes documents as it was. A
-            ``loss_mask`` is added where the batch has none: 1 for tokens.
+            Tensors [B, L, …], which are 0 in padding rows; what describes documents, and ``position_ids`` on
+            three axes, [3, B, T], as they were. A ``loss_mask`` is added where the batch has none: 1 for
+            tokens.
 
         Raises:
             PlanError: a tensor, or its documents, are not as long as the plan's sequences.
@@ -70,7 +72,8 @@ class LoopSession:
         shard = self._rows(ends_in(batch))
         rows, length = dict(batch), self._session.seq_length
         for name, tensor in batch.items():
-            if tensor is None or name in _OF_DOCUMENTS:
+            is_whole = name in _OF_DOCUMENTS or (isinstance(tensor, Tensor) and has_three_axes(name, tensor))
+            if tensor is None or is_whole:
                 continue
             if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.shape[1] != length:
                 shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -80,9 +83,9 @@ class LoopSession:
             if rows.get("loss_mask") is None:
                 rows["loss_mask"] = torch.ones(len(tensor), shard.rows, device=tensor.device)
             rows[name] = tensor.index_select(1, shard.positions)
-        for name in rows.keys() - _OF_DOCUMENTS:
-            if rows[name] is not None:
-                rows[name][:, shard.tokens :] = 0
+            rows[name][:, shard.tokens :] = 0
+        if rows.get("loss_mask") is not None:
+            rows["loss_mask"][:, shard.tokens :] = 0
         return rows
 
     def unshard(self, values: Tensor, documents: Tensor | None = None) -> Tensor:

@@ -6,17 +6,21 @@ Without this, training runs silently with a loss that is wrong in its fifth digi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hexi.errors import PlanError
 from megatron_hexi.megatron.packing import packed_shard
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import patched
 
 _ROTARY = "megatron.core.models.common.embeddings"
+#: A group for embeddings that need not be cut.
+_ALONE: Final = SimpleNamespace(size=lambda: 1)
 
 
 @patched(
@@ -112,6 +116,31 @@ def _of_whole_sequence(
 
 
 @patched(
+    f"{_ROTARY}.rotary_pos_embedding:MultimodalRotaryEmbedding.forward",
+    only=">=0.19",  # before, positions on three axes are refused under a plan
+    why="takes the positions of the plan's rows on three axes instead of two equal chunks",
+)
+def _on_three_axes(
+    original: Callable[..., Tensor],
+    self: Any,
+    position_ids: Tensor | None,
+    mrope_section: list[int],
+    cp_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    session = active_session()
+    if session is None:
+        return original(self, position_ids, mrope_section, cp_group)
+    shape = None if position_ids is None else list(position_ids.shape)
+    if position_ids is None or len(position_ids) != 3 or position_ids.shape[2:] != (session.seq_length,):
+        raise PlanError(
+            f"position_ids are {shape}, not [3, B, {session.seq_length}]; give those of whole sequences, in "
+            "time, height and width, on each stage"
+        )
+    own = position_ids[:, session.samples].index_select(2, session.shard.positions)
+    return original(self, own, mrope_section, _ALONE)
+
+
+@patched(
     f"{_ROTARY}.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache",
     why="YaRN at first caches the embeddings of a shorter sequence, which lacks positions of a plan",
 )
@@ -131,5 +160,6 @@ ROTARY_PATCHES = (
     _at_positions,
     _at_positions_in_documents,
     _of_whole_sequence,
+    _on_three_axes,
     _cached_whole,
 )

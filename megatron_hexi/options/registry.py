@@ -153,7 +153,7 @@ FREE: Final = {
         --data-parallel-sharding-strategy --outer-dp-sharding-strategy --fsdp-* --megatron-fsdp-*
         --enable-full-sharding-in-hsdp --suggested-communication-unit-size
         --torch-fsdp2-no-reshard-after-forward --no-use-layer-wise-param-layout
-        --relative-attention-* --mrope-section --dsa-* --no-dsa-*
+        --relative-attention-* --dsa-* --no-dsa-*
         --overlap-dispatch-backward-with-experts-wgrad
         --decoder-num-layers --inprocess-*
     """,

@@ -75,11 +75,35 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         shown("--position-embedding-type yarn", "yarn-groups"),
         shown("--position-embedding-type learned_absolute", "learned-positions-groups"),
         shown("--position-embedding-type none", "no-positions-groups"),
+        Supported(
+            "--position-embedding-type mrope, --mrope-section",
+            "tests/megatron/test_vision_loop.py::test_losses_and_weights_are_those_of_one_rank[replicas]",
+            "in a script whose model is given positions on three axes, [3, B, S], of whole sequences",
+        ),
+        before_0_19("--mrope-section", lambda args: bool(getattr(args, "mrope_section", None))),
+        Refused(
+            "--mrope-section",
+            lambda args: (
+                bool(getattr(args, "mrope_section", None))
+                and bool(is_packed(args) or args.mtp_num_layers or args.rotary_interleaved)
+            ),
+            "it is supported without documents, further tokens and interleaved pairs only",
+            "leave the others out",
+            "with --dataloader-inter-document-masking, --sft, --mtp-num-layers or --rotary-interleaved",
+        ),
         one_of(
-            ("mrope", "relative"),
+            ("relative",),
             "--position-embedding-type",
-            "mrope and relative positions are not taken at the plan's positions yet",
-            "use rope, yarn, learned_absolute or none",
+            "relative positions are not taken at the plan's positions yet",
+            "use rope, mrope, yarn, learned_absolute or none",
+        ),
+        Refused(
+            "--position-embedding-type",
+            lambda args: args.position_embedding_type == "mrope",
+            "its data sets have positions on one axis; of text, rope is the same",
+            "use rope, or a script whose batches have three",
+            "mrope",
+            beside="script",
         ),
     ),
     "Masks and packing": (

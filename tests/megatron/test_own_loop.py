@@ -26,10 +26,13 @@ Results = dict[str, tuple[list[float], dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Losses and weights of each job, those of all its ranks together."""
-    folder = tmp_path_factory.mktemp("own-loop")
+    return train_all(Path(__file__).parent / "own_loop_ranks.py", tmp_path_factory.mktemp("own-loop"))
+
+
+def train_all(ranks_script: Path, folder: Path) -> Results:
+    """Return losses and weights of each job of a script, those of all its ranks together."""
     write_plan(STAGES, folder / "stages.yaml")
-    script = [str(Path(__file__).parent / "own_loop_ranks.py"), str(folder)]
+    script = [str(ranks_script), str(folder)]
     for ranks, plans in ((1, []), (4, [EXAMPLE, folder / "stages.yaml"])):
         ended = launch(folder, ranks=ranks, args=plans, entry=script, timeout=240)
         assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
