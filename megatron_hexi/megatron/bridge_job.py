@@ -13,6 +13,7 @@ from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron.arguments import add_hexi_arguments, order_communication
 from megatron_hexi.megatron.bridge_adapters import refuse_adapters
+from megatron_hexi.megatron.bridge_vision import has_vision, refuse_vision
 from megatron_hexi.megatron.loop_job import HeldJob, LoopJob, hold_loop
 from megatron_hexi.megatron.plan_arguments import refuse_without_plan
 from megatron_hexi.platform.select import say
@@ -86,6 +87,8 @@ def hold_configuration(config: Any, options: Namespace, device: torch.device) ->
         None if config.peft is None else config.peft.dim,
     )
     held = hold_loop(options.hexi_plan, job, device, stages=True)
+    if has_vision(config.model):
+        refuse_vision(config)
     order_communication(held.args)
     for line in held.replaced:
         say(f"replaced by the plan: {line}")
@@ -98,7 +101,9 @@ def _refuse_settings(config: Any) -> None:
     Raises:
         HexiError: the configuration has one.
     """
+    from megatron.bridge.data.builders.direct_hf_sft import DirectHFSFTDatasetConfig
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
+    from megatron.bridge.data.builders.mock_vlm_sft import MockVLMSFTDatasetConfig
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training.config import GPTDatasetConfig
 
@@ -109,8 +114,10 @@ def _refuse_settings(config: Any) -> None:
         if value not in (None, allowed):
             place = f"{section}.{name}"
             raise HexiError(f"{place} {value}: {reason}; leave {place} out, or train without --hexi-plan")
-    kinds = {"model": (GPTModelProvider,), "dataset": (GPTDatasetConfig, GPTSFTDatasetConfig)}
-    for section, known in kinds.items():
+    sees = has_vision(config.model)
+    texts = (GPTDatasetConfig, GPTSFTDatasetConfig)
+    datasets = (DirectHFSFTDatasetConfig, MockVLMSFTDatasetConfig) if sees else texts
+    for section, known in (("model", (GPTModelProvider,)), ("dataset", datasets)):
         value = getattr(config, section)
         if not isinstance(value, known):
             names = " or ".join(kind.__name__ for kind in known)
@@ -118,10 +125,11 @@ def _refuse_settings(config: Any) -> None:
                 f"{section} {type(value).__name__}: a plan needs a {names} here; give one, or train without "
                 "--hexi-plan"
             )
-    if type(config.model).provide is not GPTModelProvider.provide:
+    if not sees and type(config.model).provide is not GPTModelProvider.provide:
         raise HexiError(
             f"model {type(config.model).__name__}: builds a model of its own, and a plan carries out that of "
-            "GPTModelProvider; give a provider that leaves provide() as it is, or train without --hexi-plan"
+            "GPTModelProvider and Qwen25VLModelProvider; give a provider that leaves provide() as it is, or "
+            "train without --hexi-plan"
         )
     refuse_adapters(config.peft, config.model)
     if config.dataset.dataloader_type not in (None, "single", "cyclic", "batch"):

@@ -21,6 +21,7 @@ from megatron_hexi.errors import set_fault_listener, user_errors
 from megatron_hexi.megatron.bridge_checkpoint import BRIDGE_CHECKPOINT_PATCHES, OF_BRIDGE
 from megatron_hexi.megatron.bridge_data import BRIDGE_DATA_PATCHES
 from megatron_hexi.megatron.bridge_job import given_options, hold_configuration
+from megatron_hexi.megatron.bridge_vision import BRIDGE_VISION_PATCHES
 from megatron_hexi.megatron.groups import agree
 from megatron_hexi.megatron.session import active_session, given_plan
 from megatron_hexi.megatron.stages.patches import over_borders
@@ -67,6 +68,7 @@ def bridge_patches(platform: Platform) -> list[Patch]:
         ),
         *BRIDGE_CHECKPOINT_PATCHES,
         *BRIDGE_DATA_PATCHES,
+        *BRIDGE_VISION_PATCHES,
     ]
 
 

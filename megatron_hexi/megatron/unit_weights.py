@@ -103,6 +103,8 @@ HOLDINGS = {
     for pattern in words.split()
     for leaf in ("weight", "bias")
 }
+#: Models by class, with their encoders: each rank of a unit runs one whole, on all images.
+ENCODERS = {("Qwen25VLModel", "visual")}
 #: The number of a layer or of an expert, inside a name or, of grouped experts, at its end.
 _NUMBER = re.compile(r"\.\d+(?=\.)|\d+$")
 
@@ -127,6 +129,8 @@ def _holding(modules: dict[str, Module], name: str) -> Holding:
     for start in range(len(parts)):  # from the model to the layer: an expert's MLP is the expert layer's
         inside = _NUMBER.sub("", ".".join(parts[start:]))
         for base in type(modules[".".join(parts[:start])]).__mro__:
+            if (base.__name__, parts[start]) in ENCODERS:
+                return Holding.COPY
             for spelled in (inside, f"{'te' if is_te else 'local'}:{inside}"):
                 if (base.__name__, spelled) in HOLDINGS:
                     return HOLDINGS[base.__name__, spelled]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +22,14 @@ from megatron.bridge.training.callbacks import CallbackContext
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
+from megatron.bridge.training.vlm_step import forward_step as vision_step
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.megatron import latent_spec
+from tests.megatron import bridge_vision, latent_spec
 from tests.megatron.bridge_ranks import SHARED, Results, configuration
 
 #: As the recipes of DeepSeek and Qwen give their layers.
@@ -67,11 +68,13 @@ GIVEN = (
     *("share_embeddings_and_output_weights", "masked_softmax_fusion", "cross_entropy_loss_fusion"),
 )
 #: A model by its fields, beside those of every job.
-MODELS: dict[str, tuple[type[GPTModelProvider], dict[str, Any]]] = {
+MODELS: dict[str, tuple[Callable[..., GPTModelProvider], dict[str, Any]]] = {
     "dense": (GPTModelProvider, {"gated_linear_unit": True}),
     "experts": (GPTModelProvider, EXPERTS),
     "latent": (MLAModelProvider, LATENT),
+    "vision": (bridge_vision.provider, {}),
 }
+STEPS = {"vision": vision_step}
 
 
 class Job(NamedTuple):
@@ -102,6 +105,9 @@ JOBS = {
     "qwen3-units": Job("qwen3", "unit-stages"),
     "qwen3-groups": Job("qwen3", "groups"),
     "latent-te": Job("latent", "stages", {"transformer_layer_spec": TE_LAYERS}),
+    "vision": Job("vision", "replicas"),
+    "vision-pipeline": Job("vision", "pipeline", {"pipeline_model_parallel_size": 2}),
+    "vision-units": Job("vision", "even-units", {"sequence_parallel": True, "seq_length": 102}),
 }
 Cell = tuple[tuple[int, int], ...]
 
@@ -147,6 +153,8 @@ def model_configuration(out: Path, model: str, precision: str | None, **fields: 
         provider, own = MODELS[model]
         config.model = provider(**(known | given | own | fields))
         config.model.register_pre_wrap_hook(fill)
+        if model == "vision":
+            bridge_vision.show_images(config)
     else:
         config.model = AutoBridge.from_hf_pretrained(out / model).to_megatron_provider()
         for name, value in (known | given | fields).items():
@@ -181,7 +189,7 @@ def main() -> None:
                 # Megatron's own attention takes no latent layers.
                 fields = {"transformer_layer_spec": latent_spec.normed} if model == "latent" else {}
                 config = model_configuration(out, model, kind, **fields)
-                pretrain(config, forward_step, callbacks=[result])
+                pretrain(config, STEPS.get(model, forward_step), callbacks=[result])
         return
     from megatron_hexi import bridge
 
@@ -189,4 +197,5 @@ def main() -> None:
         job = JOBS[name]
         config = model_configuration(out, job.model, job.precision, **job.fields)
         plan = out / f"{job.plan}-{job.model}.yaml"
-        bridge.pretrain(config, forward_step, plan=plan, callbacks=[Boxes(out, name)])
+        step = STEPS.get(job.model, forward_step)
+        bridge.pretrain(config, step, plan=plan, callbacks=[Boxes(out, name)])

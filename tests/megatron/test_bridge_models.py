@@ -25,11 +25,14 @@ WORKLOADS = {
     "experts": "kv_heads: 2, head_dim: 16, experts: 4",
     "qwen3": "kv_heads: 2, head_dim: 16",
     "latent": "kv_heads: 4, head_dim: 16, value_dim: 16",
+    "vision": "kv_heads: 2, head_dim: 16",
 }
-HEADER = "version: 2\nworkload: {{seq_length: 101, heads: 4, {0}, layers: 4, hidden_size: 64}}\nreplicas:\n"
+HEADER = "version: 2\nworkload: {{seq_length: {1}, heads: 4, {0}, layers: 4, hidden_size: 64}}\nreplicas:\n"
 PLANS = {
     "groups": test_bridge_training.PLANS["one-stage"],
     "stages": test_bridge_training.PLANS["stages"],
+    "replicas": test_bridge_training.PLANS["replicas"],
+    "pipeline": test_bridge_training.PLANS["pipeline"],
     "units": """\
 - stages:
   - domains:
@@ -38,6 +41,16 @@ PLANS = {
         members:
         - {ranks: [0, 1], tokens: 63, heads: [0, 1]}
         - {ranks: [2, 3], tokens: 38, heads: [1, 2]}
+""",
+    # Bridge wants lengths that tensor-parallel ranks divide where images are scattered.
+    "even-units": """\
+- stages:
+  - domains:
+    - groups:
+      - segments: [[0, 102]]
+        members:
+        - {ranks: [0, 1], tokens: 63, heads: [0, 1]}
+        - {ranks: [2, 3], tokens: 39, heads: [1, 2]}
 """,
     "unit-stages": """\
 - micro_batches: 3
@@ -51,8 +64,11 @@ PLANS = {
 }
 SCRIPT = Path(__file__).parent / "bridge_models.py"
 #: The job of the default suite, and those that are trained on request.
-JOBS = ["experts-te"]
-FURTHER = ["experts", "latent", "qwen3", "dense-bf16", "latent-te", "qwen3-units", "qwen3-groups"]
+JOBS = ["experts-te", "vision"]
+FURTHER = [
+    *("experts", "latent", "qwen3", "dense-bf16", "latent-te", "qwen3-units", "qwen3-groups"),
+    *("vision-pipeline", "vision-units"),
+]
 #: Norms of Transformer Engine's and of Megatron's own layers that have two names.
 NORMS = (
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
@@ -68,7 +84,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("models")
     for plan, replicas in PLANS.items():
         for model, workload in WORKLOADS.items():
-            (folder / f"{plan}-{model}.yaml").write_text(HEADER.format(workload) + replicas)
+            header = HEADER.format(workload, 102 if plan == "even-units" else 101)
+            (folder / f"{plan}-{model}.yaml").write_text(header + replicas)
     done: set[str] = set()
 
     def train(job: str) -> Path:
@@ -127,6 +144,9 @@ COMPARED = {
     "latent-te": "latent",
     "qwen3-units": "qwen3",
     "qwen3-groups": "qwen3",
+    "vision": "vision",
+    "vision-pipeline": "vision",
+    "vision-units": "vision",
 }
 
 
