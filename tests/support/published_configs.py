@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.support.published_experts import EXPERTS
 from tests.support.published_hybrids import HYBRIDS
+from tests.support.published_vision import VISION
 from tests.support.published_windows import WINDOWED
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16", "use_cache": True}
@@ -173,4 +174,5 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     **EXPERTS,
     **WINDOWED,
     **HYBRIDS,
+    **VISION,
 }

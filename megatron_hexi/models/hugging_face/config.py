@@ -161,17 +161,25 @@ def _language_model(values: dict[str, Any], path: Path) -> tuple[dict[str, Any],
     wrapper = WRAPPERS.get(name) if isinstance(name, str) else None
     if wrapper is None:
         return values, False
-    text = values.get("text_config")
+    own, apart = wrapper.text_name or wrapper.text_type, {"model_type", "architectures", *wrapper.harmless}
+    text: Any = values.get("text_config")
+    if "text_config" not in values and "hidden_size" in values:
+        text = {field: value for field, value in values.items() if field not in apart}
+        values = {field: value for field, value in values.items() if field in apart}
     if not isinstance(text, dict):
         raise HexiError(
             f"{path}: text_config = {short(text)}; write the mapping of the language model's fields"
         )
-    text = {"model_type": wrapper.text_type, **text}
-    if text["model_type"] != wrapper.text_type:
+    if text.get("model_type", own) != own:
         raise HexiError(
             f"{path}: text_config.model_type = {short(text['model_type'])} in a {name}; "
-            f"write {json.dumps(wrapper.text_type)}"
+            f"write {json.dumps(own)}"
         )
+    given = {TYPES[wrapper.text_type].aliases.get(field, field) for field in text}
+    defaults = {field: value for field, value in wrapper.defaults.items() if field not in given}
+    text = {**defaults, **text, "model_type": wrapper.text_type}
+    for field in ("rope_scaling", "rope_parameters"):
+        text |= {field: _on_one_axis(text[field])} if isinstance(text.get(field), dict) else {}
     whole = Config(values, wrapper.text_type, path, is_part=True)
     for field, value in values.items():
         if field == "architectures":
@@ -182,6 +190,12 @@ def _language_model(values: dict[str, Any], path: Path) -> tuple[dict[str, Any],
         elif field != "text_config" and field not in wrapper.harmless and field not in HARMLESS_FIELDS:
             _check(whole, field, value, ONLY.get(field))
     return text, True
+
+
+def _on_one_axis(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return a mapping of rotary positions without their axes, whose places are the same in a text."""
+    kept = {field: value for field, value in rope.items() if not field.startswith("mrope_")}
+    return {field: "default" if value == "mrope" else value for field, value in kept.items()}
 
 
 def positive(value: Any, field: str, path: Path) -> float:

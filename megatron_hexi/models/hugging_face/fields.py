@@ -56,15 +56,21 @@ class ModelType:
 class Wrapper:
     """A ``model_type`` whose language model is described by its ``text_config``; vision is left out.
 
+    Files of transformers before 4.52 have the fields of ``text_config`` beside ``vision_config``.
+
     Args:
-        text_type: the type of the language model.
+        text_type: the type of the language model, or of one that has the same layers.
         architecture: the class of the whole model.
         harmless: fields next to ``text_config`` that the language model does not depend on.
+        text_name: the language model's own name of its type; empty: `text_type`.
+        defaults: transformers' defaults of the language model, other than those of `text_type`.
     """
 
     text_type: str
     architecture: str
     harmless: frozenset[str]
+    text_name: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 _DENSE = "give a dense model"

@@ -308,6 +308,12 @@ _IMAGES = frozenset(
     {"vision_config", "boi_token_index", "eoi_token_index", "image_token_index"}
     | {"boi_token_id", "eoi_token_id", "image_token_id"}
 )
+_QWEN_IMAGES = frozenset(
+    {"vision_config", "image_token_id", "video_token_id", "vision_token_id"}
+    | {"vision_start_token_id", "vision_end_token_id"}
+)
+_QWEN2_VL: Mapping[str, Any] = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0}
+_QWEN3_VL: Mapping[str, Any] = {"max_position_embeddings": 128000, "rope_theta": 500000.0, "head_dim": 128}
 #: The supported types whose language model is described by text_config, by name.
 WRAPPERS: Mapping[str, Wrapper] = {
     "gemma3": Wrapper(
@@ -316,4 +322,23 @@ WRAPPERS: Mapping[str, Wrapper] = {
         _IMAGES | {"mm_tokens_per_image", "initializer_range"},
     ),
     "llama4": Wrapper("llama4_text", "Llama4ForConditionalGeneration", _IMAGES),
+    "qwen2_vl": Wrapper("qwen2", "Qwen2VLForConditionalGeneration", _QWEN_IMAGES, "qwen2_vl_text", _QWEN2_VL),
+    "qwen2_5_vl": Wrapper(
+        "qwen2", "Qwen2_5_VLForConditionalGeneration", _QWEN_IMAGES, "qwen2_5_vl_text", _QWEN2_VL
+    ),
+    "qwen3_vl": Wrapper("qwen3", "Qwen3VLForConditionalGeneration", _QWEN_IMAGES, "qwen3_vl_text", _QWEN3_VL),
+    "qwen3_vl_moe": Wrapper(
+        "qwen3_moe",
+        "Qwen3VLMoeForConditionalGeneration",
+        _QWEN_IMAGES,
+        "qwen3_vl_moe_text",
+        {
+            **_QWEN3_VL,
+            "num_key_value_heads": 16,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 60,
+            "norm_topk_prob": True,  # transformers has no other scores
+        },
+    ),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import read_model
@@ -28,7 +28,11 @@ def count_by_transformers(config):
         values["model_type"] = "deepseek_v3"
     own = AutoConfig.for_model(**values)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(own.get_text_config())
+        if values["model_type"].startswith(("qwen2_5_vl", "qwen3_vl")):  # no causal model of their texts
+            model = AutoModelForImageTextToText.from_config(own)
+            del model.model.visual
+        else:
+            model = AutoModelForCausalLM.from_config(own.get_text_config())
     names = ("e_score_correction_bias", "expert_bias")
     biases = [tensor for name, tensor in model.named_buffers() if name.endswith(names)]
     return sum(weight.numel() for weight in [*model.parameters(), *biases])
@@ -97,7 +101,25 @@ def test_every_field_of_a_model_with_vision_is_accounted_for(model_type):
     wrapper, config = WRAPPERS[model_type], AutoConfig.for_model(model_type)
     known = wrapper.harmless | ONLY.keys() | HARMLESS_FIELDS
     assert set(config.to_dict()) - known == {"text_config", "architectures", "tie_word_embeddings"}
-    assert config.get_text_config().model_type == wrapper.text_type
+    text = config.get_text_config()
+    assert text.model_type == (wrapper.text_name or wrapper.text_type)
+    if not wrapper.text_name:
+        return
+    kind, values = TYPES[wrapper.text_type], text.to_dict()  # the layers of another type
+    values |= values.pop("rope_parameters")
+    known |= kind.used.keys() | kind.only.keys() | kind.harmless
+    assert set(values) - known <= {"rope_type"}
+    # That of the whole model, and those of windows, which are off.
+    apart = {"tie_word_embeddings", "sliding_window", "max_window_layers", "layer_types"}
+    defaults = {
+        field: default
+        for field, default in {**kind.used, **wrapper.defaults}.items()
+        if default is not NEEDED and field in values.keys() - apart
+    }
+    assert {field: default or None for field, default in defaults.items()} == {
+        field: values[field] or None
+        for field in defaults  # no layers, or none said
+    }
 
 
 def test_no_field_is_told_twice():
