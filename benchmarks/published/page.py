@@ -125,7 +125,7 @@ def _variants() -> Iterator[str]:
 def _misfits() -> Iterator[str]:
     for table in tables():
         for row in table.rows if table.kind == "training" else ():
-            found = None if row.expert else misfit(table, row)
+            found = misfit(table, row)
             if found is not None:
                 yield f"- {found.table}, {found.row}: {found.needed:.1f} of {found.usable:.1f} GiB"
 

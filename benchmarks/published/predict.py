@@ -22,6 +22,10 @@ which NCCL's buffers are not.
   its own output and that one's gradient: 14 bytes a logit where Megatron's keeps 8.
 - ``fsdp-pipeline``: with a pipeline weights stay whole in bf16 and gradients are added up whole in fp32, as
   Megatron's do; the logits as above.
+- ``foundry``: as ``fsdp``, with the loss of FlashAttention, by default of llm-foundry's models
+  (models/mpt/modeling_mpt.py, `fused_crossentropy`): logits in bf16 and their gradient.
+- ``automodel``: as ``fsdp``, with all of it in bf16, the type in which NeMo AutoModel makes models
+  (_transformers/auto_model.py, `from_config`), and logits that are not cast (`fp32_upcast: false`).
 - ``nemo``: NeMo's Adam keeps of fp32 weights the 16 bits by which they differ from those in bf16
   (megatron_base_model.py, `store_param_remainders`): 2 bytes a weight of the shard less. Its scripts for this
   model sum gradients in bf16 (grad_sync_dtype, https://github.com/NVIDIA/NeMo-Framework-Launcher/blob/
@@ -59,7 +63,7 @@ from megatron_hexi.cluster import device
 from megatron_hexi.cost import CostModel, Phases, Timing
 from megatron_hexi.cost.layer_bytes import logits_bytes
 from megatron_hexi.cost.library_bytes import workspace_bytes
-from megatron_hexi.cost.memory import FRAGMENTATION, GIB, SLACK_BYTES, stage_params
+from megatron_hexi.cost.memory import FRAGMENTATION, GIB, SLACK_BYTES, part_params
 from megatron_hexi.cost.once import iteration_phases
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.plan_arrays import PlanArrays
@@ -67,10 +71,9 @@ from megatron_hexi.models import Job
 
 #: Of MagiAttention's comparison.
 _TOKENS_A_GPU = 8192
-#: Bytes a logit that torch's cross entropy keeps.
-_TORCH_LOGIT = 14
-#: Bytes a weight in fp32 with its gradient and Adam's two moments.
-_FSDP_WEIGHT = 16
+#: Bytes of a weight that all ranks share, with its gradient and Adam's two moments, and of a logit with what
+#: the loss keeps of it.
+_SHARDED = {"fsdp": (16, 14), "fsdp-pipeline": (16, 14), "foundry": (16, 4), "automodel": (8, 8)}
 _DEEPSPEED_WEIGHT = 8
 #: Of a step of NCCL's rings inside nodes and between them, s.
 _RING_LATENCY = (1.9e-6, 4e-6)
@@ -197,18 +200,20 @@ def _needed_gib(row: Row, wanted: Job, timing: Timing) -> float:
     largest = 0.0
     for stage, terms in enumerate(timing.memory):
         own = {name: float(values.max()) for name, values in terms.items()}
-        params = stage_params(wanted, stage)
-        shards = row.data * row.parallel
-        if row.memory == "fsdp":
-            layers = 2 * 2 * wanted.model.layer_params(wanted.tensor_parallel)
-            own |= {"weights": layers, "gradients": 0.0, "optimizer": _FSDP_WEIGHT * params / shards}
+        section, kind = timing.sections[stage], wanted.model.kinds[0]
+        experts = sum(routed.count for routed in kind.routed)  # of all ranks that share the state
+        params = float(np.max(part_params(wanted, section.part, experts / row.tensor)))
+        each, logit = _SHARDED[row.memory]
+        own["optimizer"] = each * params / (row.data * row.parallel)
+        if row.memory == "fsdp-pipeline":
+            own["weights"] = 2.0 * params
         else:
-            own |= {"weights": 2.0 * params, "optimizer": _FSDP_WEIGHT * params / shards}
-        section = timing.sections[stage]
-        rows = section.arrays.tokens.max(keepdims=True).astype(float) * wanted.micro_batch_size
-        loss = float(logits_bytes(wanted, rows, _TORCH_LOGIT)[0]) if np.all(section.part.is_last) else 0.0
+            routed = experts / max(1, row.expert) * kind.expert_params()
+            own |= {"weights": 2 * 2 * (kind.layer_params(row.tensor) + routed), "gradients": 0.0}
+        rows = section.arrays.tokens.max(keepdims=True).astype(float) * section.job.micro_batch_size
+        loss = float(logits_bytes(section.job, rows, logit)[0]) if np.all(section.part.is_last) else 0.0
         own["logits"] = max(0.0, loss - own["working_set"])
-        own["reserve"] = _reserved(section.arrays, wanted, own)
+        own["reserve"] = _reserved(section.arrays, section.job, own)
         largest = max(largest, sum(own.values()))
     return largest / GIB
 
@@ -219,9 +224,11 @@ def _needed_bytes(row: Row, wanted: Job, timing: Timing, stage: int) -> float:
     if row.memory == "nemo":
         terms |= {"optimizer": terms["optimizer"] * 10 / 12, "gradients": terms["gradients"] / 2}
     elif row.memory == "bridge":
-        whole = 2.0 * stage_params(wanted, stage)
-        copied = (terms["weights"] - whole) / timing.sections[stage].placement.stage.fp8_copies
-        terms |= {"weights": terms["weights"] - 2 * copied, "gradients": terms["gradients"] / 2}
+        copies = timing.sections[stage].placement.stage.fp8_copies
+        if np.any(copies):
+            whole = terms["gradients"] / 2  # which are in fp32
+            terms["weights"] = terms["weights"] - 2 * (terms["weights"] - whole) / copies
+        terms["gradients"] = terms["gradients"] / 2
     return float(np.max(sum(terms.values())))
 
 

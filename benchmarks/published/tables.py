@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_hexi.models import Job, Model, presets
 from megatron_hexi.models.job import Fusible
-from megatron_hexi.plan.terms import Fp8Recipe
+from megatron_hexi.plan.terms import Fp8Recipe, Recompute
 from megatron_hexi.yaml_file import read_yaml
 
 #: Files of rows, and what their rows are of.
@@ -87,7 +87,7 @@ class Row:
     micro: int = 1
     precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
     recipe: Fp8Recipe = "delayed"
-    recompute: Literal["none", "full"] | int = "none"
+    recompute: Recompute = "none"
     kernel: str | None = None
     attention: Literal["", "triton", "scores"] = ""
     sequence_parallel: bool = True
@@ -106,7 +106,7 @@ class Row:
     gpus: int = 0
     stages: str = ""
     layers: tuple[int, ...] = ()
-    memory: Literal["", "fsdp", "fsdp-pipeline", "deepspeed", "nemo", "bridge"] = ""
+    memory: Literal["", "fsdp", "fsdp-pipeline", "foundry", "automodel", "deepspeed", "nemo", "bridge"] = ""
     memory_gib: float | None = None
     memory_gb: float | None = None
 
@@ -270,8 +270,7 @@ def _table(entry: dict[str, Any]) -> Table:
 
 def _rows(fields: dict[str, Any], gpus: list[int]) -> Iterator[Row]:
     """One; or one for each number of GPUs."""
-    for name in {"layers", "unfused"} & fields.keys():
-        fields[name] = tuple(fields[name])
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     fields["release"] = str(fields.get("release", ""))
     if gpus == [0]:
         yield Row(**fields)

@@ -1,6 +1,7 @@
 """Published figures against the cost model: conversions by hand, errors within what the page says."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -18,7 +19,7 @@ from benchmarks.published.layouts import (
 )
 from benchmarks.published.orders import orders
 from benchmarks.published.page import write_page
-from benchmarks.published.predict import Comparison, compare
+from benchmarks.published.predict import Comparison, compare, misfit
 from benchmarks.published.profiles import KERNEL, profiled_device
 from benchmarks.published.summary import by_sort, errors
 from benchmarks.published.tables import is_profiled, left_out, model, profile, tables
@@ -51,7 +52,7 @@ BOUNDS = {
     "bridge-gpt-oss": (0.54, None),
     "bridge-dispatchers": (0.28, None),
     "zoo-experts": (0.32, None),
-    "zoo-long": (0.04, None),
+    "zoo-long": (0.16, None),
     "automodel-experts": (0.28, None),
     "zorse": (0.26, None),
 }
@@ -169,6 +170,14 @@ def test_errors_are_within_what_the_page_says(results):
     for what in ("time", "memory"):
         found = errors([row for rows in results.values() for row in rows if row.what == what])
         assert found.median <= 0.11
+
+
+def test_rows_that_ran_fit_but_for_one():
+    rows = [(table, row) for table in TABLES.values() if table.kind == "training" for row in table.rows]
+    found = [
+        one for one in itertools.starmap(misfit, rows) if one is not None and one.needed > 1.05 * one.usable
+    ]
+    assert [(one.table, round(one.needed / one.usable, 1)) for one in found] == [("bridge-gpt-oss", 1.3)]
 
 
 def test_errors_by_hand():
