@@ -77,7 +77,7 @@ MECHANISMS = {
         0,
     ),
     "layer-moves": Mechanism(
-        "moves of layers of several kinds", "planner.joint.assembly.layer_moves", lambda _base: ()
+        "moves of layers between stages", "planner.improve.layer_moves", lambda _base: ()
     ),
     "synchronisation": Mechanism(
         "sums of gradients and the optimizer's step in the tables",

@@ -25,6 +25,7 @@ from megatron_hexi.planner.moves import (
     ExpertMoves,
     MemoryMoves,
     Moves,
+    layer_moves,
     least_seconds,
     recompute_moves,
     recomputes,
@@ -42,7 +43,7 @@ _FEW_GPUS = 128
 #: known one is not run again for GPUs with more memory.
 _OUT_OF_REACH = 1.1
 #: The most layouts that are kept besides the chosen one.
-_MOST_RIVALS = 4
+_MOST_RIVALS = 6
 
 
 #: Multiples of the GPUs' memory to plan for where memory is short, beside a plan that fits.
@@ -66,11 +67,12 @@ class Improvement:
         self._timings, self._beside = request.most_timings, _BESIDE[request.effort]
         roomy = cluster.with_memory_margin(1 - memory)
         kinds: list[Moves] = [ExpertMoves(roomy), MemoryMoves(request, roomy)]
-        has_samples = request.context_parallel is None and "micro_batch_size" not in request.fixed
-        if has_samples and request.rules.allow("unequal_stages"):
-            kinds.append(sample_moves)
-        if "recompute" not in request.fixed and request.rules.allow("unequal_stages"):
-            kinds.append(recompute_moves)
+        if request.rules.allow("unequal_stages"):
+            kinds.append(layer_moves)
+            if request.context_parallel is None and "micro_batch_size" not in request.fixed:
+                kinds.append(sample_moves)
+            if "recompute" not in request.fixed:
+                kinds.append(recompute_moves)
         model = cache(partial(CostModel, cluster=roomy))
         self._climb = Climb(kinds, model, partial(is_allowed, request=request))
         self._known: set[tuple[Plan, Job]] = set()

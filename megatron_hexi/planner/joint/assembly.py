@@ -7,7 +7,6 @@ position in the pipeline leave. As it may be faster or slower than its table, la
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -28,17 +27,12 @@ from megatron_hexi.planner.joint.placing import StageGpus, StagePlace, find_gpus
 from megatron_hexi.planner.joint.pools import Pools, StageShape
 from megatron_hexi.planner.layouts.layout import Layout, build_domain, with_experts
 from megatron_hexi.planner.layouts.trial import Candidate, Judge, Trial, order_of
-from megatron_hexi.planner.moves import Climb, layer_moves
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.search.domain import DomainSearch
 from megatron_hexi.planner.search.solver import refine
 
 #: Fullness of memory from which on fewer micro-batches in flight may allow a better layout.
 _TIGHT = 0.95
-#: Moves of layers have won up to 7 % (DeepSeek-V3 on 384 GPUs of three kinds); 10 % leaves room.
-_MOVES_WIN = 1.1
-#: The most plans with moved layers that are timed.
-_MOST_MOVES = 200
 
 
 class Assembly:
@@ -65,13 +59,11 @@ class Assembly:
         self._model = cache(partial(CostModel, cluster=self._cluster))
         self.trials = 0
 
-    def run(self, packed: Packed, *, polished: bool, faster_than: float = math.inf) -> Candidate | None:
+    def run(self, packed: Packed, *, polished: bool) -> Candidate | None:
         """Return the plan of packed replicas; ``None``: the nodes cannot be cut into their stages.
 
         Args:
             polished: whether every domain is polished, and refined by CP-SAT; not while plans are compared.
-            faster_than: seconds of an iteration of a known plan that fits; layers of several kinds are not
-                moved between the stages of a plan that is far slower.
         """
         self._polished = polished
         pipes = [column.pipe for column in packed.columns]
@@ -93,9 +85,7 @@ class Assembly:
         if beside is not None and beside != placed:
             other = self._assemble(pipes, packed.micro_batches, beside)
             best = min(best, other, key=lambda assembled: assembled[0].order)
-        if self._job.model.is_uniform or best[0].iteration_s > _MOVES_WIN * faster_than:
-            return best[0]
-        return Climb([layer_moves], self._model).best(best[0], _MOST_MOVES)
+        return best[0]
 
     def _assemble(
         self,

@@ -76,7 +76,7 @@ class JointSearch:
             progress("plans of the joint search", number, len(finalists) + 1)
             if packed.seconds > _error(packed) * faster_than:
                 continue
-            candidate = self._assembly.run(packed, polished=False, faster_than=faster_than)
+            candidate = self._assembly.run(packed, polished=False)
             if candidate is not None:
                 tried.append((candidate, packed))
                 if candidate.fits:
@@ -85,7 +85,7 @@ class JointSearch:
         tried.sort(key=lambda entry: entry[0].order)
         for candidate, packed in tried[:_POLISHED]:
             if candidate.iteration_s < min(_TIED * tried[0][0].iteration_s, worth_polishing_s):
-                polished = self._assembly.run(packed, polished=True, faster_than=faster_than)
+                polished = self._assembly.run(packed, polished=True)
                 if polished is not None:
                     yield polished
 

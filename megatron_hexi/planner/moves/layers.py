@@ -23,7 +23,8 @@ from megatron_hexi.planner.layouts.trial import Candidate
 from megatron_hexi.planner.moves.climb import Move
 from megatron_hexi.planner.moves.edit import Place, stages_of, with_stages, written_out
 
-#: Numbers of layers that move at once: more than one, to pass the few of another kind between equal ones.
+#: Numbers of layers that move at once. With layers of several kinds more than one, to pass the few of another
+#: kind between equal ones.
 _STEPS = (1, 2, 3)
 #: Numbers of layers by which fewer are computed again.
 _FEWER = (1, 2, 4)
@@ -35,13 +36,14 @@ def layer_moves(base: Candidate) -> Iterator[Move]:
     A plan with a repeated stage has none.
     """
     least = _LeastOrder(base.plan, base.job, base.timing)
+    steps = _STEPS[:1] if base.job.model.is_uniform else _STEPS
     for number, replica in enumerate(base.plan.replicas):
         bounds = [0, *(stage.layers[1] for stage in replica.stages if stage.layers)]
         for place in range(len(bounds) - 2):
             first, middle, last = bounds[place : place + 3]
-            for moved in (middle + way * count for count in _STEPS for way in (-1, 1)):
-                if first < moved < last:
-                    one, other = replica.stages[place : place + 2]
+            for moved in (middle + way * count for count in steps for way in (-1, 1)):
+                one, other = replica.stages[place : place + 2]
+                if first + (one.ministages or 1) <= moved <= last - (other.ministages or 1):
                     changed = {
                         (number, place): replace(one, layers=(first, moved)),
                         (number, place + 1): replace(other, layers=(moved, last)),
