@@ -41,12 +41,13 @@ def layer_moves(base: Candidate) -> Iterator[Move]:
         bounds = [0, *(stage.layers[1] for stage in replica.stages if stage.layers)]
         for place in range(len(bounds) - 2):
             first, middle, last = bounds[place : place + 3]
+            one, other = replica.stages[place : place + 2]
+            cuts, other_cuts = one.ministage_count, other.ministage_count
             for moved in (middle + way * count for count in steps for way in (-1, 1)):
-                one, other = replica.stages[place : place + 2]
-                if first + (one.ministages or 1) <= moved <= last - (other.ministages or 1):
+                if first + (cuts or 1) <= moved <= last - (other_cuts or 1):
                     changed = {
-                        (number, place): replace(one, layers=(first, moved)),
-                        (number, place + 1): replace(other, layers=(moved, last)),
+                        (number, place): replace(one, layers=(first, moved), ministages=cuts),
+                        (number, place + 1): replace(other, layers=(moved, last), ministages=other_cuts),
                     }
                     yield least.move(changed)
 
