@@ -11,9 +11,11 @@ one: the fence (`training.fencing`). A node that cannot reach the store gets no 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -94,7 +96,13 @@ def lost_after_s() -> float | None:
 
 
 def _store(timeout: timedelta) -> dist.Store:
-    host, _, port = os.environ[STORE_VARIABLE].rpartition(":")
+    return _client(os.environ[STORE_VARIABLE], timeout, threading.get_ident())
+
+
+@functools.cache
+def _client(address: str, timeout: timedelta, thread: int) -> dist.TCPStore:
+    """Return the store's client of a thread: others would wait while it waits, and a new one takes 50 ms."""
+    host, _, port = address.rpartition(":")
     return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 

@@ -172,7 +172,7 @@ class Liveness:
     """The thread that sends one rank's heartbeats and learns the state of the other ranks."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        round_ = round_store() if in_round() else None
+        round_ = round_store().clone() if in_round() else None
         self._heartbeats = Heartbeats(store.clone(), rank, world_size, round_store=round_)
         self._world_size = world_size
         self._store_silent_s = _STORE_BEATS * self._heartbeats.beat_s

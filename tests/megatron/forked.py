@@ -8,7 +8,6 @@ What starts its processes by itself (torchrun, the demo, a shell) is given `Fork
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import importlib
@@ -23,7 +22,6 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,18 +223,11 @@ def serve(adapt: Callable[[], object] = lambda: None) -> None:
 def prepare() -> None:
     """Do what ranks would spend seconds on, each for itself."""
     import megatron_hexi.adaptor
-    import megatron_hexi.megatron.gpt  # noqa: F401
+    import megatron_hexi.megatron.gpt
 
     for name in LATER_IMPORTS:
         importlib.import_module(name)
-    # A rank builds Megatron's parser of eight hundred options three times.
-    from megatron.training import arguments as megatrons
-
-    from megatron_hexi.megatron import arguments as ours
-
-    template = ArgumentParser(allow_abbrev=False)
-    megatrons.add_megatron_arguments.__wrapped__(template)
-    megatrons.add_megatron_arguments = ours._with_hexi_arguments(functools.partial(give_options, template))
+    megatron_hexi.megatron.gpt.read_options()
     _name_all_weights()
     # Nothing of it is garbage; collecting would copy its pages in each rank.
     gc.freeze()
@@ -258,26 +249,6 @@ def _name_all_weights() -> None:
         return chunks
 
     training.get_model = get_model
-
-
-def give_options(template: ArgumentParser, parser: ArgumentParser) -> ArgumentParser:
-    """Give a new parser all options of another, as adding them again would.
-
-    Actions are the same objects; what lists them is the parser's own, so that options may be added.
-    """
-    lists = (
-        *("_actions", "_option_string_actions", "_defaults", "_has_negative_number_optionals"),
-        "_mutually_exclusive_groups",
-    )
-    own = {name: copy.copy(getattr(template, name)) for name in lists}
-    vars(parser).update(own)
-    groups: list[Any] = []
-    for group in template._action_groups:
-        groups.append(copy.copy(group))
-        vars(groups[-1]).update(own, _group_actions=list(group._group_actions))
-    parser._action_groups = groups
-    parser._positionals, parser._optionals = groups[:2]
-    return parser
 
 
 def run(folder: str, ranks: int, args: list[str], entry: str, timeout: float) -> list[int | None]:

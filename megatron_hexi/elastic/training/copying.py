@@ -37,7 +37,8 @@ from megatron_hexi.elastic.copies import (
 )
 from megatron_hexi.elastic.copy_files import bare_name, copy_folder
 from megatron_hexi.elastic.store import ROUND_VARIABLE, round_store, whole_store
-from megatron_hexi.patching import Patch
+from megatron_hexi.elastic.training.fencing import ask_fence
+from megatron_hexi.patching import patched
 from megatron_hexi.text_file import write_text_atomically
 
 #: File with the newest checkpoint's iteration, which Megatron writes last into a folder of checkpoints.
@@ -94,6 +95,7 @@ class Copier:
                 self._job.set(_OFF, f"{self._copies} on {os.uname().nodename} is full")
             raise
         if self._args.rank == 0:
+            ask_fence()
             self._board.announce(iteration, self._nodes)
         self.copied = iteration
         self._written_at = time.monotonic()
@@ -197,45 +199,37 @@ def is_safe(iteration: int, seconds: float) -> bool:
     return _copier is not None and _copier.wait_until_safe(iteration, seconds)
 
 
-def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron.training import get_args, training
-
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def checkpoint_and_decide_exit(*words: Any, **named: Any) -> Any:
-        global _copier
-        ends = original(*words, **named)
-        copies = copies_folder()
-        if ends or copies is None:
-            return ends
-        _copier = _copier or Copier(get_args(), copies)
-        call = signature.bind(*words, **named).arguments
-        if _copier.is_due(call["iteration"]):
-            save = functools.partial(
-                training.save_checkpoint_and_time,
-                *(call[name] for name in _SAVED),
-                train_data_iterator=call["train_data_iterator"],
-            )
-            _copier.copy(call["iteration"], save)
-        return ends
-
-    return checkpoint_and_decide_exit
-
-
 _SAVED = (
     *("iteration", "model", "optimizer", "opt_param_scheduler"),
     *("num_floating_point_operations_so_far", "checkpointing_context"),
 )
 
-COPY_PATCHES = (
-    Patch(
-        target="megatron.training.training:checkpoint_and_decide_exit",
-        why="keeps copies of the state in memory under megatron_hexi.elastic --copy-interval",
-        build=_copying,
-        parameters=(
-            *("model", "optimizer", "opt_param_scheduler", "iteration"),
-            *("num_floating_point_operations_so_far", "checkpointing_context", "train_data_iterator"),
-        ),
+
+@patched(
+    "megatron.training.training:checkpoint_and_decide_exit",
+    why="keeps copies of the state in memory under megatron_hexi.elastic --copy-interval",
+    parameters=(
+        *("model", "optimizer", "opt_param_scheduler", "iteration"),
+        *("num_floating_point_operations_so_far", "checkpointing_context", "train_data_iterator"),
     ),
 )
+def _copying(original: Callable[..., Any], *words: Any, **named: Any) -> Any:
+    from megatron.training import get_args, training
+
+    global _copier
+    ends, copies = original(*words, **named), copies_folder()
+    if ends or copies is None:
+        return ends
+    _copier = _copier or Copier(get_args(), copies)
+    call = inspect.signature(original).bind(*words, **named).arguments
+    if _copier.is_due(call["iteration"]):
+        save = functools.partial(
+            training.save_checkpoint_and_time,
+            *(call[name] for name in _SAVED),
+            train_data_iterator=call["train_data_iterator"],
+        )
+        _copier.copy(call["iteration"], save)
+    return ends
+
+
+COPY_PATCHES = (_copying,)

@@ -8,7 +8,6 @@ all others away. Renaming is atomic: a checkpoint that was not in its place by t
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import sys
@@ -33,7 +32,7 @@ from megatron_hexi.patching import patched
 from megatron_hexi.runtime import stop_watch
 
 _FOLDER = ".hexi-round-"
-#: Key of the job, with the name of a folder that one of its rounds has made.
+#: Key of the job: one of its rounds has taken ``--save``; with a folder's name: one of them has made it.
 _MADE = "made"
 
 
@@ -47,15 +46,12 @@ def end_to_start_again(reason: str) -> NoReturn:
     os._exit(START_AGAIN)
 
 
-_job = functools.cache(whole_store)
-
-
 def ask_fence() -> None:
     """End this rank if its round is over, or no store says that it is not; only in an elastic job."""
     if not in_round():
         return
     try:
-        is_over = read_present(_job()).round != os.environ[ROUND_VARIABLE]
+        is_over = read_present(whole_store()).round != os.environ[ROUND_VARIABLE]
     except RuntimeError as problem:
         reason = str(problem).partition("\n")[0][:200]
         _end(f"the job's store does not answer ({reason}): another round may have begun; nothing is written")
@@ -72,18 +68,17 @@ def round_folder(save: str | Path) -> Path:
     return Path(save) / f"{_FOLDER}{os.environ[ROUND_VARIABLE]}"
 
 
-def take_save(save: str | Path, job: dist.Store, is_first: bool) -> None:
+def take_save(save: str | Path, job: dist.Store) -> None:
     """Let this round alone write into ``--save``; called by rank 0.
 
-    Args:
-        is_first: no round of this job has written there, so until now the folder may have been another job's.
+    The first round of a job takes the folder from another job, too.
 
     Raises:
         HexiError: another job has taken the folder, or it cannot be written.
     """
     own = round_folder(save)
     try:
-        if not is_first and not any(job.check([f"{_MADE}/{folder.name}"]) for folder in _held(own)):
+        if job.check([_MADE]) and not any(job.check([f"{_MADE}/{folder.name}"]) for folder in _held(own)):
             raise HexiError(
                 f"--save {save}: holds no folder {_FOLDER}… of this job's rounds any more: another job has "
                 "begun to write there; end one of the two, or give each a folder of its own"
@@ -98,6 +93,7 @@ def take_save(save: str | Path, job: dist.Store, is_first: bool) -> None:
             _check_held(own)
         for folder in own.iterdir():
             shutil.rmtree(folder, ignore_errors=True)  # ranks that were stopped may have files open
+        job.set(_MADE, "")
     except OSError as problem:
         raise HexiError(
             f"--save {save}: cannot be written ({problem.strerror}); make room there, or give another folder"
@@ -121,15 +117,6 @@ def _check_held(own: Path) -> None:
 def _save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     ask_fence()
     return original(*args, **kwargs)
-
-
-@patched(
-    "megatron.core.dist_checkpointing.core:save_config",
-    why="no copy of a round that is over becomes complete, under megatron_hexi.elastic",
-)
-def _complete(original: Callable[..., Any], config: Any, checkpoint_dir: str) -> Any:
-    ask_fence()
-    return original(config, checkpoint_dir)
 
 
 @patched(
@@ -171,4 +158,4 @@ def publish(begun: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-FENCE_PATCHES = (_save, _complete, _write)
+FENCE_PATCHES = (_save, _write)

@@ -6,7 +6,6 @@ no loss undid, over all seconds since the job began.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import time
@@ -21,7 +20,7 @@ from megatron_hexi.elastic.store import TRAINING, WANTED, in_round, job_time, ro
 from megatron_hexi.elastic.training.copying import copied_last, is_safe
 from megatron_hexi.elastic.training.fencing import ask_fence, end_to_start_again
 from megatron_hexi.errors import HexiError, user_errors
-from megatron_hexi.patching import STEP_PARAMETERS, Patch
+from megatron_hexi.patching import STEP_PARAMETERS, patched
 from megatron_hexi.record import Round
 
 #: Seconds that a node which has come waits for a copy to be on two nodes.
@@ -143,34 +142,26 @@ class RoundSteps:
 _steps: RoundSteps | None = None
 
 
-def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+@patched(
+    "megatron.training.training:train_step",
+    why="counts iterations, and takes in nodes, under megatron_hexi.elastic",
+    parameters=STEP_PARAMETERS,
+)
+def _counted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from megatron.training import get_args
 
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        global _steps
-        if not in_round():
-            return original(*args, **kwargs)
-        iteration = signature.bind(*args, **kwargs).arguments["iteration"]
-        if _steps is None:
-            with user_errors():
-                _steps = RoundSteps(get_args(), iteration)
-        _steps.before_step(iteration)
-        begin = time.perf_counter()
-        result = original(*args, **kwargs)
-        _steps.after_step(iteration + 1, time.perf_counter() - begin)
-        return result
-
-    return train_step
+    global _steps
+    if not in_round():
+        return original(*args, **kwargs)
+    iteration = inspect.signature(original).bind(*args, **kwargs).arguments["iteration"]
+    if _steps is None:
+        with user_errors():
+            _steps = RoundSteps(get_args(), iteration)
+    _steps.before_step(iteration)
+    begin = time.perf_counter()
+    result = original(*args, **kwargs)
+    _steps.after_step(iteration + 1, time.perf_counter() - begin)
+    return result
 
 
-ROUND_PATCHES = (
-    Patch(
-        target="megatron.training.training:train_step",
-        why="counts iterations, and takes in nodes, under megatron_hexi.elastic",
-        build=_counted,
-        parameters=STEP_PARAMETERS,
-    ),
-)
+ROUND_PATCHES = (_counted,)

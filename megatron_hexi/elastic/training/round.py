@@ -38,7 +38,6 @@ from megatron_hexi.yaml_file import yaml_from_text
 
 #: How long ranks of one round may come one after another.
 _COME = timedelta(seconds=120)
-_STORE = timedelta(seconds=30)
 _FINISHED, _ROUNDS = "finished", "rounds"
 
 
@@ -105,7 +104,7 @@ def take_part(args: Namespace) -> Plan:
         RuntimeError: a rank did not come.
     """
     ask_fence()
-    store = round_store(_STORE)
+    store = round_store()
     started, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = [os.environ[NODE_VARIABLE], int(os.environ["LOCAL_RANK"])]
     store.set(f"here/{started}", json.dumps([*place, os.environ.get(COPIES_URL_VARIABLE)]))
@@ -134,7 +133,7 @@ def leave() -> None:
     ask_fence()
     if in_round():
         if int(os.environ["RANK"]) == 0:
-            round_store(_STORE).set(_FINISHED, "")
+            round_store().set(_FINISHED, "")
         stop_watch()
 
 
@@ -158,9 +157,9 @@ def _take_number(args: Namespace, store: dist.Store, ranks: list[int], started: 
 def _lead(args: Namespace, present: list[tuple[str, int, str]]) -> dict[str, Any]:
     """Return rank 0's decision for all ranks: the plan, and the copy or the iteration to resume from."""
     begun = time.monotonic()
-    job = whole_store(_STORE)
+    job = whole_store()
     try:
-        take_save(args.save, job, is_first=job.add(_ROUNDS, 0) == 0)
+        take_save(args.save, job)
         iteration = newest_checkpoint(Path(args.save))
     except HexiError as problem:
         return {"error": str(problem)}
@@ -182,7 +181,7 @@ def _lead(args: Namespace, present: list[tuple[str, int, str]]) -> dict[str, Any
 
 def _tell(answer: dict[str, Any], in_memory: bool) -> Round:
     """Return the round, and print how it resumes."""
-    job = whole_store(_STORE)
+    job = whole_store()
     iteration = answer["copy"]["iteration"] if in_memory else answer["resumes"]
     now = begin_round(job, job.add(_ROUNDS, 1), iteration, tuple(answer["left_out"]), in_memory)
     absent = f"; without {', '.join(now.without)}" if now.without else ""

@@ -18,9 +18,9 @@ def begin(save: str, name: str, start: Any) -> None:
     job = dist.HashStore()
     change_present(job, lambda _: PresentRound(name, ("a",)))
     os.environ |= {ROUND_VARIABLE: name, "RANK": "0"}
-    setattr(fencing, "_job", lambda: job)  # noqa: B010
+    setattr(fencing, "whole_store", lambda: job)  # noqa: B010
     start.wait(20)
-    fencing.take_save(save, job, is_first=True)
+    fencing.take_save(save, job)
 
 
 def main() -> None:
