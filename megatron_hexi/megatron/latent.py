@@ -100,26 +100,11 @@ def _with_summed_rotary_columns(
     ),
 )
 def _with_columns_as_key(
-    original: Callable[..., Any],
-    self: Any,
-    hidden_states: Tensor,
-    key_value_states: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    packed_seq_params: Any = None,
-    inference_context: Any = None,
-    **kwargs: Any,
+    original: Callable[..., Any], self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     if latent_columns_travel():
         return _latent_tensors(self, hidden_states)
-    return original(
-        self,
-        hidden_states,
-        key_value_states,
-        position_ids,
-        packed_seq_params,
-        inference_context,
-        **kwargs,
-    )
+    return original(self, hidden_states, *args, **kwargs)
 
 
 def _latent_tensors(layer: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

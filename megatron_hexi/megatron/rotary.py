@@ -55,16 +55,8 @@ def _at_positions_in_documents(
 ) -> Tensor:
     session = active_session()
     if session is None:
-        return original(
-            t,
-            cu_seqlens,
-            freqs,
-            rotary_interleaved,
-            mla_rotary_interleaved,
-            mscale,
-            cp_group,
-            multi_latent_attention,
-        )
+        rest = rotary_interleaved, mla_rotary_interleaved, mscale, cp_group, multi_latent_attention
+        return original(t, cu_seqlens, freqs, *rest)
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     rows = packed_shard(session, cu_seqlens).in_document
@@ -89,30 +81,14 @@ def _length(session: Session) -> int:
 @patched(
     f"{_ROTARY}.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len",
     why="the whole sequence is not the local length times the number of ranks",
+    parameters=(
+        *("self", "inference_context", "transformer", "transformer_input", "transformer_config"),
+        *("packed_seq_params", "inference_params"),
+    ),
 )
-def _of_whole_sequence(
-    original: Callable[..., int],
-    self: Any,
-    inference_context: Any,
-    transformer: Any,
-    transformer_input: Tensor,
-    transformer_config: Any,
-    packed_seq_params: Any = None,
-    *,
-    inference_params: Any = None,
-) -> int:
+def _of_whole_sequence(original: Callable[..., int], self: Any, *args: Any, **kwargs: Any) -> int:
     session = active_session()
-    if session is not None:
-        return _length(session)
-    return original(
-        self,
-        inference_context,
-        transformer,
-        transformer_input,
-        transformer_config,
-        packed_seq_params,
-        inference_params=inference_params,
-    )
+    return original(self, *args, **kwargs) if session is None else _length(session)
 
 
 @patched(

@@ -72,9 +72,10 @@ MODELS: dict[str, tuple[Callable[..., GPTModelProvider], dict[str, Any]]] = {
     "dense": (GPTModelProvider, {"gated_linear_unit": True}),
     "experts": (GPTModelProvider, EXPERTS),
     "latent": (MLAModelProvider, LATENT),
-    "vision": (bridge_vision.provider, {}),
+    "vision": (bridge_vision.qwen25, {}),
+    "vision3": (bridge_vision.qwen3, {}),
 }
-STEPS = {"vision": vision_step}
+STEPS = {"vision": vision_step, "vision3": vision_step}
 
 
 class Job(NamedTuple):
@@ -106,6 +107,8 @@ JOBS = {
     "qwen3-groups": Job("qwen3", "groups"),
     "latent-te": Job("latent", "stages", {"transformer_layer_spec": TE_LAYERS}),
     "vision": Job("vision", "replicas"),
+    "vision3": Job("vision3", "replicas"),
+    "vision3-pipeline": Job("vision3", "pipeline", {"pipeline_model_parallel_size": 2}),
     "vision-pipeline": Job("vision", "pipeline", {"pipeline_model_parallel_size": 2}),
     "vision-units": Job("vision", "even-units", {"sequence_parallel": True, "seq_length": 102}),
 }
@@ -129,7 +132,9 @@ def fill(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """Initialise matrices in the same way under every layout."""
     for chunk in model:
         for name, cell, shape, part in parts(chunk):
-            if "norm" not in name and "bias" not in name:
+            if "bias" in name:
+                part.zero_()
+            elif "norm" not in name:
                 draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
                 whole = torch.randn(shape, generator=draw) * 0.05
                 part.copy_(whole[tuple(slice(*axis) for axis in cell)])
@@ -153,7 +158,7 @@ def model_configuration(out: Path, model: str, precision: str | None, **fields: 
         provider, own = MODELS[model]
         config.model = provider(**(known | given | own | fields))
         config.model.register_pre_wrap_hook(fill)
-        if model == "vision":
+        if model in STEPS:
             bridge_vision.show_images(config)
     else:
         config.model = AutoBridge.from_hf_pretrained(out / model).to_megatron_provider()

@@ -1,15 +1,20 @@
-"""A small Qwen2.5-VL of Megatron Bridge, on random images of random sizes among random texts."""
+"""Small models of Megatron Bridge with vision, on random images of random sizes among random texts."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from megatron.bridge.data.builders import mock_vlm_sft
+from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
 from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from torch.nn import functional
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 VISION: dict[str, Any] = {
     "depth": 2,
@@ -20,10 +25,11 @@ VISION: dict[str, Any] = {
     "patch_size": 4,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
-    "window_size": 16,
-    "fullatt_block_indexes": [1],
 }
+WINDOWS: dict[str, Any] = {"window_size": 16, "fullatt_block_indexes": [1]}
+FEATURES: dict[str, Any] = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
 START, IMAGE, VIDEO = 125, 126, 127
+attention: Any = functional.scaled_dot_product_attention
 FIELDS: dict[str, Any] = {
     "position_embedding_type": "mrope",
     "mrope_section": [4, 2, 2],
@@ -33,7 +39,6 @@ FIELDS: dict[str, Any] = {
     "gated_linear_unit": True,
     "normalization": "RMSNorm",
     "add_bias_linear": False,
-    "add_qkv_bias": True,
 }
 
 
@@ -77,9 +82,37 @@ class Images(torch.utils.data.Dataset[dict[str, Any]]):
         }
 
 
-def provider(**fields: Any) -> Qwen25VLModelProvider:
-    """Return the model's configuration."""
-    return Qwen25VLModelProvider(vision_config=Qwen2_5_VLVisionConfig(**VISION), **(fields | FIELDS))
+def qwen25(**fields: Any) -> Qwen25VLModelProvider:
+    """Return the configuration of a Qwen2.5-VL."""
+    vision = Qwen2_5_VLVisionConfig(**VISION, **WINDOWS)
+    return Qwen25VLModelProvider(vision_config=vision, **(fields | FIELDS), add_qkv_bias=True)
+
+
+def qwen3(**fields: Any) -> Qwen3VLModelProvider:
+    """Return the configuration of a Qwen3-VL, whose first two layers add features of the encoder's."""
+    TEDotProductAttention.__init__, TEDotProductAttention.forward = _hold, _attend
+    vision = Qwen3VLVisionConfig(**VISION, **FEATURES)
+    return Qwen3VLModelProvider(vision_config=vision, **(fields | FIELDS), bias_activation_fusion=False)
+
+
+def _hold(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    torch.nn.Module.__init__(self)
+    self.config, self._tp_group = config, kwargs["pg_collection"].tp
+
+
+def _attend(
+    self: Any, query: Any, key: Any, value: Any, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+) -> torch.Tensor:
+    """Attend as Transformer Engine, which is not emulated: within images, or to earlier tokens."""
+    if packed_seq_params is None:
+        rows = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+        return attention(*rows, is_causal=True, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
+    ends = packed_seq_params.cu_seqlens_q.tolist()
+    images = (
+        attention(*(one[first:end].transpose(0, 1) for one in (query, key, value)))
+        for first, end in itertools.pairwise(ends)
+    )
+    return torch.cat([image.transpose(0, 1) for image in images]).flatten(1)
 
 
 def show_images(config: ConfigContainer) -> None:
