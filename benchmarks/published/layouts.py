@@ -57,6 +57,7 @@ def job(row: Row) -> Job:
         kernel=row.kernel,
         expert_imbalance=row.imbalance,
         unfused=row.unfused,
+        gradient_bytes=row.gradient_bytes,
     )
 
 
@@ -98,9 +99,7 @@ def equal_cluster(row: Row) -> Cluster:
     known = device(own.gpu)
     if row.layer_share is not None:
         known = replace(known, layer_share=row.layer_share)
-    part = own.unit_links.get(row.tensor, 1.0)
-    link = replace(known.link, bandwidth_gb_s=part * known.link.bandwidth_gb_s)
-    return _cluster(row, nodes, {own.gpu: of_its_day(replace(known, link=link), row)})
+    return _cluster(row, nodes, {own.gpu: of_its_day(known, row)})
 
 
 def equal_plan(row: Row, job: Job) -> Plan:

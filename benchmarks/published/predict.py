@@ -9,10 +9,16 @@ What others do otherwise than Megatron with a plan is carried over here, each by
   measured with Qwen3-30B (skills/nemo-mbridge-perf-moe-optimization-workflow/SKILL.md): `hidden_experts`;
 - InternEvo's ranks send their parts of the weights one after the other, in broadcasts of their own
   (hybrid_zero_optim.py, `broadcast_params`): each has the latencies of a ring in NCCL's own tables, by LL128
-  1.9 us a GPU and 4 us a node (https://github.com/NVIDIA/nccl/blob/01afd20/src/graph/tuning.cc), and all are
-  waited for but for what the first forward pass hides;
+  1.9 us a GPU and 4 us a node (https://github.com/NVIDIA/nccl/blob/01afd20/src/graph/tuning.cc). Bytes and
+  latencies are waited for: its configuration of this model has overlap_sync_param=False
+  (https://github.com/InternLM/InternEvo/blob/00de61348f53850e5aea5ed5003996220cc64116/configs/7B_sft.py);
 - torch's context parallelism waits for keys, values and gradients (`torch_ring.py`);
 - sends that block (DeepSpeed's pipeline: send and receive in line with compute) are in both stages' time.
+
+Gradients are summed in bf16 by all of NVIDIA's scripts in fp8 (`gradient_bytes`): grad_sync_dtype of NeMo 1
+(https://github.com/NVIDIA/NeMo-Framework-Launcher/blob/26e42fa/examples/training/llama/h100/llama2_7b_fp8.sh),
+grad_reduce_in_fp32 of NeMo 2 (https://github.com/NVIDIA/NeMo/blob/02a0e6a/scripts/performance/helpers.py) and
+of Megatron Bridge (perf_recipes/_common.py), there in bf16 too.
 
 Memory, where others keep something else. torchtitan's figure is what torch's allocator reserved at most, in
 which NCCL's buffers are not.
@@ -27,11 +33,10 @@ which NCCL's buffers are not.
 - ``automodel``: as ``fsdp``, with all of it in bf16, the type in which NeMo AutoModel makes models
   (_transformers/auto_model.py, `from_config`), and logits that are not cast (`fp32_upcast: false`).
 - ``nemo``: NeMo's Adam keeps of fp32 weights the 16 bits by which they differ from those in bf16
-  (megatron_base_model.py, `store_param_remainders`): 2 bytes a weight of the shard less. Its scripts for this
-  model sum gradients in bf16 (grad_sync_dtype, https://github.com/NVIDIA/NeMo-Framework-Launcher/blob/
-  26e42fa91d9e608897ce485b4911c263a4b57008/examples/training/llama/h100/llama2_7b_fp8.sh).
-- ``bridge``: recipes of Megatron Bridge's benchmarks keep matrices in fp8 alone (`fp8_param_gather` of
-  mixed_precision.py) and sum gradients in bf16 (perf_recipes/_common.py, `grad_reduce_in_fp32`).
+  (megatron_base_model.py, `store_param_remainders`, as Megatron's precision-aware optimizer does): 2 bytes a
+  weight of the shard less.
+- ``bridge``: recipes of Megatron Bridge's benchmarks, and NVIDIA's of NeMo since 24.11, keep matrices in fp8
+  alone (`fp8_param_gather` of mixed_precision.py, `fp8_params` before).
 - ``deepspeed``: 8 bytes a weight more than Megatron's 16 (copies, a buffer for sums), 4.76 GB of fused
   kernels and 0.3 GB besides (Sailor's own model: sailor/Planner/simulations/runtime_simulator.py), and plain
   attention's scores, 4 bytes each.
@@ -174,10 +179,14 @@ def _training(table: Table, row: Row) -> Iterator[Comparison]:
 
 
 def _broadcasts(row: Row, timing: Timing) -> float:
-    """Seconds that broadcasts of every rank's weights take and no forward pass hides."""
+    """Seconds that broadcasts of every rank's weights take longer than a gather behind the forward pass."""
     nodes = row.ranks / min(row.ranks, site(row.cluster).gpus)
     latency = (row.ranks - nodes) * _RING_LATENCY[0] + (nodes - 1) * _RING_LATENCY[1]
-    return max(0.0, row.ranks * latency - timing.stages[0].forward_s[0])
+    (weights,) = (
+        float(turn.seconds[0].max()) for turn in timing.reductions.turns if turn.hides_behind == "forward"
+    )
+    first = weights / timing.model.job.model.layers  # of the first layer, which no pass hides
+    return row.ranks * latency + min(weights - first, float(timing.stages[0].forward_s[0]))
 
 
 @functools.cache
@@ -222,13 +231,12 @@ def _needed_bytes(row: Row, wanted: Job, timing: Timing, stage: int) -> float:
     """Bytes of a stage of Megatron's, with what NVIDIA's recipes keep otherwise."""
     terms = dict(timing.memory[stage])
     if row.memory == "nemo":
-        terms |= {"optimizer": terms["optimizer"] * 10 / 12, "gradients": terms["gradients"] / 2}
+        terms["optimizer"] = terms["optimizer"] * 10 / 12
     elif row.memory == "bridge":
         copies = timing.sections[stage].placement.stage.fp8_copies
         if np.any(copies):
-            whole = terms["gradients"] / 2  # which are in fp32
+            whole = terms["gradients"]  # of as many bytes, in bf16
             terms["weights"] = terms["weights"] - 2 * (terms["weights"] - whole) / copies
-        terms["gradients"] = terms["gradients"] / 2
     return float(np.max(sum(terms.values())))
 
 

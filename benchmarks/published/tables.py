@@ -52,11 +52,13 @@ class Row:
         overlap_gradients: as `Job`'s.
         sharded_state: whether optimizer state is cut over replicas.
         torch_ring: whether context parallelism is torch's: see torch_ring.py.
-        broadcast: whether each rank sends its part of the weights to all others by itself, after the step.
+        broadcast: whether each rank sends its part of the weights to all others by itself, after the step,
+            and all wait.
         chunks: of a stage, in an interleaved schedule.
         hidden_sums: whether the sums inside units hide behind matrix products.
         blocking: of stages with layers of their own: whether sends are in both stages' time.
         unfused: as `Job`'s.
+        gradient_bytes: as `Job`'s.
         layer_share: what a layer's matrices reach of the catalogue's, in place of what that says.
         counting: how attention is counted in FLOPs: see convert.py.
         method: of attention alone.
@@ -99,6 +101,7 @@ class Row:
     hidden_sums: bool = False
     blocking: bool = True
     unfused: tuple[Fusible, ...] = Job.unfused
+    gradient_bytes: int | None = None
     layer_share: float | None = None
     counting: Literal["full", "half"] = "half"
     method: str = ""
@@ -171,8 +174,6 @@ class Site:
         per: which of them.
         source: who says so.
         slow: nodes of a GPU that are linked more slowly.
-        unit_links: part of a GPU's links that lead to the others of its unit, by tensor-parallel size, where
-            links are no switch's.
     """
 
     gpu: str
@@ -181,7 +182,6 @@ class Site:
     per: Literal["gpu", "node"]
     source: str
     slow: Mapping[str, float] = field(default_factory=dict)
-    unit_links: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -221,10 +221,7 @@ def model(name: str) -> Model:
 @functools.cache
 def site(name: str) -> Site:
     """A cluster of the files."""
-    entry = _data()["clusters"][name]
-    return Site(
-        **entry | {"unit_links": {int(size): part for size, part in entry.get("unit_links", {}).items()}}
-    )
+    return Site(**_data()["clusters"][name])
 
 
 @functools.cache

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -135,6 +135,8 @@ class Link(Strict):
         bandwidth_gb_s: bandwidth that each GPU achieves, 10^9 bytes/s per direction.
         latency_us: latency of one message, µs.
         nominal_gb_s: bandwidth by datasheet, 10^9 bytes/s per direction.
+        unit_parts: part of a GPU's links that NCCL's rings over a unit of so many consecutive GPUs can take,
+            by tensor-parallel size, where links are no switch's; 1 for sizes left out.
         source: source of the measurement.
         estimate: derivation of the figures, if they were not measured.
     """
@@ -143,6 +145,7 @@ class Link(Strict):
     bandwidth_gb_s: Rate
     latency_us: Latency
     nominal_gb_s: Rate | None = None
+    unit_parts: Mapping[int, Rate] = field(default_factory=dict, hash=False)
     source: Text | None = None
     estimate: Text | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -69,8 +69,9 @@ class Cards:
 class Node:
     """A node of the cluster: name, GPU model, ranks, links between its GPUs, and network cards.
 
-    Each GPU's link inside the node has a bandwidth (bytes/s per direction) and a latency (s). The cards are
-    ``None`` if unknown: in a cluster with a measured matrix, or with a single node.
+    Each GPU's link inside the node has a bandwidth (bytes/s per direction), of which units may take a part
+    (`Link.unit_parts`), and a latency (s). The cards are ``None`` if unknown: in a cluster with a measured
+    matrix, or with a single node.
     """
 
     name: str
@@ -79,6 +80,11 @@ class Node:
     bandwidth: float
     latency_s: float
     cards: Cards | None = None
+    unit_parts: Mapping[int, float] = field(default_factory=dict, hash=False)
+
+    def unit_bandwidth(self, width: int) -> float:
+        """Return the bandwidth of a GPU to the others of its unit of `width` GPUs, bytes/s."""
+        return self.bandwidth * self.unit_parts.get(width, 1.0)
 
 
 @dataclass(frozen=True)

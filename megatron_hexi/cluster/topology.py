@@ -328,8 +328,9 @@ def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
         bandwidth = intra.bandwidth_gb_s * GB
         latency_s = (device.link.latency_us if intra.latency_us is None else intra.latency_us) / MICRO
         cards = _cards(file.networks[number], entry.gpus) if file.networks else None
+        parts = {} if entry.intra else device.link.unit_parts
         for copy in range(entry.count):
-            node = Node(f"{entry.name}-{copy}", device, range(entry.gpus), bandwidth, latency_s, cards)
+            node = Node(f"{entry.name}-{copy}", device, range(entry.gpus), bandwidth, latency_s, cards, parts)
             nodes_devices.append((node, [device] * entry.gpus))
     nodes, ranks = _number_anew(nodes_devices)
     pairs = _pairs(file, file.matrix) if file.matrix else {}

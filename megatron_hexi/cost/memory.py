@@ -59,7 +59,8 @@ def weight_bytes(job: Job) -> WeightBytes:
     trained, precision = job.trained_share, job.precision
     beside = trained if job.lora_rank else 0.0
     state = OPTIMIZER_BYTES[precision] if job.state_bytes is None else job.state_bytes
-    return WeightBytes((1 + beside) * job.element_bytes, trained * GRADIENT_BYTES[precision], trained * state)
+    gradient = job.gradient_bytes or GRADIENT_BYTES[precision]
+    return WeightBytes((1 + beside) * job.element_bytes, trained * gradient, trained * state)
 
 
 #: Bytes that torch's allocator and cuBLAS (32 MiB a handle and stream on Hopper) keep, without CUDA's share,
@@ -113,11 +114,6 @@ def owned_params(job: Job, params: Counts, owners: Counts) -> Floats | float:
 def allocated_bytes[N: (float, Floats)](tensors: N) -> N:
     """Return the bytes that the caching allocator takes for temporary tensors of `tensors` bytes."""
     return (1 + FRAGMENTATION) * tensors
-
-
-def stage_params(job: Job, stage: int) -> int:
-    """Return the number of weights on one GPU of a pipeline stage, for a job with equal stages."""
-    return int(part_params(job, ModelPart.of_job(job, stage)))
 
 
 @dataclass(frozen=True, eq=False)

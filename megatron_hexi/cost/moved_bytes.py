@@ -15,7 +15,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from megatron_hexi.cost.fp8 import CAST_SHARE, cast_bytes
-from megatron_hexi.cost.memory import GRADIENT_BYTES
+from megatron_hexi.cost.memory import weight_bytes
 from megatron_hexi.kinds.part import Columns
 from megatron_hexi.models.job import Fusible, Job
 
@@ -168,7 +168,8 @@ def gradient_bytes(job: Job) -> float:
     The matrix product's kernel reads and writes the sum. Where another kernel adds, the gradient is written
     and read in the weight's type too (distributed_data_parallel.py).
     """
-    return 2 * GRADIENT_BYTES[job.precision] + 2 * job.element_bytes * ("gradients" in job.unfused)
+    sums = 2 * weight_bytes(job).gradient / job.trained_share
+    return sums + 2 * job.element_bytes * ("gradients" in job.unfused)
 
 
 def step_bytes(job: Job) -> tuple[float, float]:
@@ -178,8 +179,7 @@ def step_bytes(job: Job) -> tuple[float, float]:
     Of a gradient of g bytes: cleared g, scaled by tokens or replicas 2 g and searched for NaN g
     (param_and_grad_buffer.py). The shard: `shard_step_bytes`.
     """
-    each = 4 * GRADIENT_BYTES[job.precision]
-    return job.trained_share * each, shard_step_bytes(job, job.unfused)
+    return 4 * weight_bytes(job).gradient, shard_step_bytes(job, job.unfused)
 
 
 def shard_step_bytes(job: Job, unfused: Collection[Fusible] = ()) -> float:

@@ -18,12 +18,14 @@ from megatron_hexi.cost.reductions import Reductions
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import StageCost, free_network
 from megatron_hexi.mesh import Way
+from megatron_hexi.models.job import Job
 
 #: What each stage does once an iteration, as phases by replica and stage.
 Once = Mapping[tuple[int, int], Phases]
 
 
 def once_an_iteration(
+    job: Job,
     sections: Sequence[Section],
     costs: Sequence[StageCost],
     reductions: Reductions,
@@ -40,7 +42,8 @@ def once_an_iteration(
         for domain, replica in enumerate(section.replicas.tolist()):
             units = section.arrays.unit_replica == domain
             turns = ((float(turn.seconds[number][domain]), turn.hides_behind) for turn in reductions.turns)
-            wait = exposed_seconds(turns, layers[domain], partial(_cover, cost, units, domain))
+            cover = partial(_cover, cost, units, domain)
+            wait = exposed_seconds(turns, layers[domain], cover, job.virtual_stages, job.pipeline_parallel)
             stage = replica, section.number
             before = found.get(stage, Phases())
             found[stage] = Phases(
@@ -74,22 +77,32 @@ def exposed_seconds(
     collectives: Iterable[tuple[Floats | float, Way | None]],
     layers: int,
     cover: Callable[[Way], Floats | float],
+    chunks: int = 1,
+    depth: int = 1,
 ) -> Floats | float:
-    """Return the exposed seconds of a stage's collectives: max(t / L, t - L x cover) of each.
+    """Return the exposed seconds of a stage's collectives, for each the largest of three.
 
-    Gradients may travel behind the backward pass of the last micro-batch and weights behind the forward pass
-    of the first, in the time that attention leaves the network free; the part of the last layer (of the
-    first) is always exposed.
+        t / L                                    the last layer's gradients, or the first one's weights
+        t / V - L / V x cover                    the last chunk's, behind its last micro-batch
+        t - (1 + (V - 1) p) x L / V x cover      all, behind p passes of each chunk after the first
+
+    Gradients may travel behind backward passes and weights behind forward passes, in the time that attention
+    leaves the network free. Megatron reduces each chunk when its last micro-batch has passed
+    (schedules.py, `is_last_microbatch_for_model_chunk`).
 
     Args:
         collectives: seconds of each (t), and the pass behind which it travels.
         layers: number of layers of the stage (L).
         cover: gives the seconds of a layer's pass in which the network is free.
+        chunks: number of chunks of a stage (V).
+        depth: number of stages (p).
     """
     exposed: Floats | float = 0.0
     for seconds, way in collectives:
         if way is not None:
-            seconds = np.maximum(seconds / layers, seconds - layers * cover(way))
+            behind = layers / chunks * cover(way)
+            whole = seconds - (1 + (chunks - 1) * depth) * behind
+            seconds = np.maximum(np.maximum(seconds / layers, seconds / chunks - behind), whole)
         exposed = exposed + seconds
     return exposed
 

@@ -51,7 +51,7 @@ class Placer:
         nodes = [cluster.nodes[rank.node] for rank in cluster.ranks]
         #: The node of each GPU.
         self.nodes = np.array([rank.node for rank in cluster.ranks])
-        self._bandwidth = np.array([node.bandwidth for node in nodes])
+        self._bandwidth = np.array([node.unit_bandwidth(job.tensor_parallel) for node in nodes])
         self._latency = np.array([node.latency_s for node in nodes])
         self._usable = np.array([rank.device.usable_gib * GIB for rank in cluster.ranks])
         #: The cluster's distinct devices, by identity, because comparing their values takes long.

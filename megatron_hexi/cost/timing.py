@@ -72,7 +72,7 @@ class Timing:
     @cached_property
     def once(self) -> Once:
         """Seconds of what each stage does once an iteration."""
-        return once_an_iteration(self.sections, self.stages, self.reductions, self.optimizer)
+        return once_an_iteration(self.model.job, self.sections, self.stages, self.reductions, self.optimizer)
 
     @cached_property
     def holdings(self) -> list[Holdings]:

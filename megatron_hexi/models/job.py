@@ -91,6 +91,8 @@ class Job:
             trained; 0: all weights are.
         state_bytes: bytes of optimizer state of a weight, with the optimizer's own copy of it, where
             --use-precision-aware-optimizer gives them types; ``None``: as the precision has.
+        gradient_bytes: bytes of the sum of a weight's gradients (2 by --grad-reduce-in-bf16); ``None``: as
+            the precision has.
 
     Raises:
         HexiError: sizes that Megatron cannot divide, values that it does not know, or a model with layers
@@ -118,6 +120,7 @@ class Job:
     lora_rank: int = 0
     fp8_recipe: Fp8Recipe = "delayed"
     state_bytes: int | None = None
+    gradient_bytes: int | None = None
 
     def __post_init__(self) -> None:
         refuse_unplanned(self.model)

@@ -36,7 +36,7 @@ _KERNELS = frozenset(
         *("--transformer-impl", "--no-rope-fusion", "--no-bias-swiglu-fusion", "--disable-jit-fuser"),
         *("--moe-permute-fusion", "--moe-grouped-gemm"),
         *("--cross-entropy-loss-fusion", "--no-gradient-accumulation-fusion"),
-        *("--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"),
+        *("--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype", "--grad-reduce-in-bf16"),
     )
 )
 #: Bytes of the types of optimizer state, by the words of the command line and by torch's.
@@ -222,6 +222,7 @@ def terms_from_arguments(
     }
     unfused = _unfused(args)
     terms["state_bytes"] = _state_bytes(args)
+    terms["gradient_bytes"] = 2 if getattr(args, "grad_reduce_in_bf16", False) and args.bf16 else None
     terms["unfused"] = None if unfused == Job.unfused else unfused
     stated = {name: value for name, value in terms.items() if value is not None}
     defaults = _MEGATRON_DEFAULTS.keys() - stated if args.seq_length is not None else ()

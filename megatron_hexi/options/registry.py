@@ -131,11 +131,11 @@ FREE: Final = {
     "the history of the largest values, for scales of --fp8-recipe delayed": """
         --fp8-amax-* --fp8-interval --fp8-margin
     """,
-    "types of the optimizer's state, by which its memory is counted": """
-        --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype
+    "types of gradients and of the optimizer's state, by which these are counted": """
+        --grad-reduce-in-bf16 --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype
     """,
     "saves memory that plans do not count on": """
-        --grad-reduce-in-bf16 --main-grads-dtype --mlp-chunks-for-training --empty-unused-memory-level
+        --main-grads-dtype --mlp-chunks-for-training --empty-unused-memory-level
         --optimizer-offload-fraction --overlap-cpu-optimizer-d2h-h2d
         --use-torch-optimizer-for-cpu-offload --no-pin-cpu-* --wgrad-deferral-limit
         --offload-modules --min-offloaded-tensor-size --activation-offload-fraction

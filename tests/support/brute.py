@@ -15,9 +15,10 @@ import numpy as np
 
 from megatron_hexi.cost import CostModel, attention_seconds, token_seconds
 from megatron_hexi.cost.compute import device_speeds, optimizer_seconds
-from megatron_hexi.cost.memory import GRADIENT_BYTES, stage_params
+from megatron_hexi.cost.memory import GRADIENT_BYTES
 from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, unit_ranks
 from megatron_hexi.plan.layout import apportion, causal_segments, consecutive
+from tests.support.costs import stage_params
 
 #: Factors by which the pattern search changes shares, and how far from the best one may be after each.
 _STEPS = ((1.5, 1.25), (1.15, 1.06), (1.04, 1.015), (1.01, 1.0))

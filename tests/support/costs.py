@@ -6,6 +6,8 @@ import tempfile
 from pathlib import Path
 
 from megatron_hexi.cluster import cluster_from_yaml
+from megatron_hexi.cost.memory import part_params
+from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.plan_arrays import domain_arrays
 from megatron_hexi.models import Job, Model
 from megatron_hexi.yaml_file import read_yaml
@@ -88,3 +90,8 @@ def products_by_hand(rows, *sizes, rate=100e12, element=2, gradient=8):
 def plan_arrays(plan):
     """The arrays of all units of a plan whose one stage the job repeats."""
     return domain_arrays(plan.workload, [replica.domain for replica in plan.replicas], plan.exchange.parts)
+
+
+def stage_params(job, stage):
+    """Weights on one GPU of a pipeline stage, for a job with equal stages."""
+    return int(part_params(job, ModelPart.of_job(job, stage)))

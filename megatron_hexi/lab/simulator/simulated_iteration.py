@@ -49,7 +49,8 @@ def simulate(
         extend_stage(section, own, cost)
         for section, own, cost in zip(sections, replays, timing.stages, strict=True)
     ]
-    once = once_an_iteration(sections, [stage.cost for stage in stages], timing.reductions, timing.optimizer)
+    costs = [stage.cost for stage in stages]
+    once = once_an_iteration(job, sections, costs, timing.reductions, timing.optimizer)
     stage_lanes = replica_lanes(
         sections, ((stage.replicas, stage.forward.tolist()) for stage in stages), timing.micro_batches
     )

@@ -207,7 +207,8 @@ class Floor:
         fleet, rows = self._fleet, self._job.micro_batch_size * self._tokens.astype(float)
         cluster, found = fleet.cluster, []
         nodes = np.array([[cluster.ranks[part[0]].node for part in unit.gpus] for unit in fleet.units]).T
-        inside = np.array([(node.bandwidth, node.latency_s) for node in cluster.nodes]).T
+        width = self._job.tensor_parallel
+        inside = np.array([(node.unit_bandwidth(width), node.latency_s) for node in cluster.nodes]).T
         bandwidth, latency = inside[:, nodes[:, self._units]]
         sums = tensor_parallel_seconds(self._job, rows, bandwidth, latency, self._copies > 0)
         for kind in self._job.kinds:

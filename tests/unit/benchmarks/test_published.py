@@ -33,7 +33,7 @@ TABLES = {table.name: table for table in tables()}
 #: Of the page: the most that a row of each table is off, time and memory.
 BOUNDS = {
     "nemo-h100": (0.06, None),
-    "nemo-b200": (0.2, None),
+    "nemo-b200": (0.23, None),
     "bridge": (0.12, None),
     "internevo": (0.17, None),
     "torchtitan-8b": (0.48, 0.08),
@@ -45,12 +45,14 @@ BOUNDS = {
     "mpt-80": (0.29, None),
     "mpt-40": (0.25, None),
     "torchtitan-tp8": (0.49, None),
-    "internevo-more": (0.38, None),
+    "internevo-more": (0.23, None),
     "dlperf": (0.24, None),
+    "dgxc": (0.45, None),
+    "nemo-b200-more": (0.41, None),
     "automodel-dense": (0.09, None),
-    "bridge-experts": (1.45, None),
-    "bridge-gpt-oss": (0.54, None),
-    "bridge-dispatchers": (0.28, None),
+    "bridge-experts": (1.48, None),
+    "bridge-gpt-oss": (1.0, None),
+    "bridge-dispatchers": (0.29, None),
     "zoo-experts": (0.32, None),
     "zoo-long": (0.16, None),
     "automodel-experts": (0.28, None),
@@ -172,12 +174,13 @@ def test_errors_are_within_what_the_page_says(results):
         assert found.median <= 0.11
 
 
-def test_rows_that_ran_fit_but_for_one():
+def test_rows_that_ran_fit_but_for_three():
     rows = [(table, row) for table in TABLES.values() if table.kind == "training" for row in table.rows]
     found = [
         one for one in itertools.starmap(misfit, rows) if one is not None and one.needed > 1.05 * one.usable
     ]
-    assert [(one.table, round(one.needed / one.usable, 1)) for one in found] == [("bridge-gpt-oss", 1.3)]
+    over = [(one.table, round(one.needed / one.usable, 1)) for one in found]
+    assert over == [("dgxc", 1.1), ("dgxc", 1.1), ("bridge-gpt-oss", 1.3)]
 
 
 def test_errors_by_hand():

@@ -1,5 +1,7 @@
 """Routes, capacities and domains, worked by hand."""
 
+import itertools
+
 import pytest
 import yaml
 
@@ -298,3 +300,48 @@ def test_4096_gpus_are_no_burden(cluster_of):
     routes = [cluster.route(src, (src * 37 + 11) % 4096) for src in range(4096) for _ in range(10)]
     assert len(routes) == 40960
     assert len(cluster.fast_domains()[1].parts) == 128
+
+
+#: Links between the GPUs of a DGX-1V by nvidia-smi's matrix.
+CUBE_MESH = (
+    (0, 1, 1, 2, 2, 0, 0, 0),
+    (1, 0, 2, 1, 0, 2, 0, 0),
+    (1, 2, 0, 2, 0, 0, 1, 0),
+    (2, 1, 2, 0, 0, 0, 0, 1),
+    (2, 0, 0, 0, 0, 1, 1, 2),
+    (0, 2, 0, 0, 1, 0, 2, 1),
+    (0, 0, 1, 0, 1, 2, 0, 2),
+    (0, 0, 0, 1, 2, 1, 2, 0),
+)
+
+
+def most_rings(rings, links):
+    """Most rings that share no link, of which there are so many between two GPUs; each runs both ways."""
+    return max(
+        (
+            1 + most_rings(rings[number:], {hop: count - (hop in ring) for hop, count in links.items()})
+            for number, ring in enumerate(rings)
+            if all(links[hop] for hop in ring)
+        ),
+        default=0,
+    )
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_units_of_v100_have_the_rings_that_a_cube_mesh_has(cluster_of, width):
+    links = {frozenset((a, b)): CUBE_MESH[a][b] for a in range(8) for b in range(a)}
+    used = []
+    for first, *others in itertools.batched(range(8), width):
+        orders = (order for order in itertools.permutations(others) if width == 2 or order[0] < order[-1])
+        rings = [
+            [frozenset(hop) for hop in itertools.pairwise((first, *order, first))][
+                : 1 if width == 2 else None
+            ]
+            for order in orders
+        ]
+        found = most_rings([ring for ring in rings if all(links[hop] for hop in ring)], links)
+        used.append(found if width == 2 else 2 * found)
+    v100 = cluster_of(nodes=[node("a", gpus=8, gpu="V100-SXM2-16GB")]).nodes[0]
+    assert v100.unit_bandwidth(width) / v100.bandwidth == pytest.approx(min(used) / 6, rel=1e-3)
+    measured = node("a", gpus=8, gpu="V100-SXM2-16GB", intra={"bandwidth_gb_s": 20})
+    assert cluster_of(nodes=[measured]).nodes[0].unit_bandwidth(width) == 20e9

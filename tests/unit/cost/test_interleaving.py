@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost import CostModel, Phases
 from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.cost.once import exposed_seconds
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.mesh import passes_ahead
@@ -202,3 +203,18 @@ def test_chunks_that_a_plan_cannot_have(terms, message):
     with pytest.raises(PlanError, match=message):
         validate_plan(dataclasses.replace(plan, job=JobTerms(virtual_stages=2, **terms)))
     validate_plan(dataclasses.replace(plan, job=JobTerms(virtual_stages=1, **terms)))
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(2, 5), st.floats(0.01, 100))
+def test_gradients_of_a_chunk_travel_behind_the_chunks_after_it(chunks, each, depth, seconds):
+    # One wire takes layers in the order in which their last micro-batch has passed: the groups of the last
+    # micro-batches run chunk after chunk. A layer's pass leaves it free for a second.
+    layers = chunks * each
+    wire = 0.0
+    for chunk in range(chunks):
+        last = (depth * (chunk + 1) - 1) * each  # seconds until the chunk's last micro-batch
+        for layer in range(each):
+            wire = max(wire, last + layer + 1) + seconds / layers
+    shown = wire - depth * layers
+    found = exposed_seconds([(seconds, "backward")], layers, lambda way: 1.0, chunks, depth)
+    assert found - 1e-9 <= shown <= found + 1 + 1e-9  # of one layer the model hides all

@@ -17,10 +17,9 @@ from megatron_hexi.cost.compute import (
     rectangle_times,
     token_times,
 )
-from megatron_hexi.cost.memory import stage_params
 from megatron_hexi.errors import ClusterError, PlanError
 from megatron_hexi.plan import Replica, proportional_plan
-from tests.support.costs import TINY, cluster, tiny_job
+from tests.support.costs import TINY, cluster, stage_params, tiny_job
 
 GB = 1e9
 FAST = 1e6  # GB/s: a network that takes no time

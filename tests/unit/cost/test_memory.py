@@ -26,7 +26,6 @@ from megatron_hexi.cost.memory import (
     Holdings,
     part_memory,
     part_params,
-    stage_params,
     static_memory,
     token_bytes,
 )
@@ -34,7 +33,7 @@ from megatron_hexi.cost.memory_terms import TAGS, Memory, sum_terms
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.moved_bytes import layer_elements
 from megatron_hexi.plan import Group, Member, proportional_plan
-from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
+from tests.support.costs import TINY, cluster, plan_arrays, stage_params, tiny_job
 from tests.support.plans import examples, one_replica
 
 LAYER, VOCAB = 3145728 + 1024, 1024 * 512

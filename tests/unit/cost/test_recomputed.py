@@ -11,6 +11,7 @@ from megatron_hexi.cost import estimate
 from megatron_hexi.cost.compute import device_speeds, rates
 from megatron_hexi.cost.layer_bytes import Freed, freed_bytes, routed_row_bytes
 from megatron_hexi.cost.memory import weight_bytes
+from megatron_hexi.cost.moved_bytes import step_bytes
 from megatron_hexi.models import Job, presets
 from megatron_hexi.plan import proportional_plan
 from megatron_hexi.planner import Request
@@ -55,6 +56,9 @@ def test_seconds_of_an_mlp_are_those_of_its_products_and_bytes():
 def test_types_of_the_optimizer_s_state_are_its_bytes():
     assert weight_bytes(tiny_job()).state == 12
     assert weight_bytes(tiny_job(state_bytes=8)).state == 8
+    assert weight_bytes(tiny_job(gradient_bytes=2)) == (2, 2, 12)
+    each, shard = step_bytes(tiny_job(gradient_bytes=2))
+    assert (each, shard) == (step_bytes(tiny_job())[0] / 2, step_bytes(tiny_job())[1])
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def test_what_a_model_leaves_out_stays_open(tmp_path):
             "state_bytes",
             4 + 4 + 2,
         ),
+        ("--bf16 --grad-reduce-in-bf16", "gradient_bytes", 2),
         ("--fp16", "precision", "fp16"),
         ("--overlap-grad-reduce", "overlap_gradients", True),
         ("--overlap-grad-reduce --use-distributed-optimizer", "overlap_gradients", False),
