@@ -58,6 +58,10 @@ def train(scenario: Scenario, layout: Layout, folder: Path, iterations: int) -> 
     job = layout.job
     written = replace(layout.plan, gpus=None)  # the cluster has no other GPUs
     open_terms = {"kernel"} if written.is_repeated else {"kernel", "recompute"}  # stages say it
+    open_terms |= {
+        "lora_rank",
+        "fp8_recipe",
+    }  # no scenario has adapters or fp8, without which they are refused
     stated = {term: value for term, value in vars(job).items() if term not in open_terms}
     write_plan(replace(written, job=job_terms(stated, written)), plan)
     sizes = {

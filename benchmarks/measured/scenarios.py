@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.measured.layouts import Layout
 from benchmarks.measured.ministages import interleaved_layouts, ministage_layouts
+from benchmarks.measured.nodes import node_layouts
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.models import Job
 from megatron_hexi.models.megatron_arguments import model_from_arguments
@@ -47,7 +48,8 @@ class Scenario:
         decides: what is scarce, for people.
         speeds: how the testbed makes ranks slow: ``paced`` or ``quota``.
         sizes: layers, hidden size and that of the MLP.
-        experts: experts of each layer, as wide as the MLP, two of them for each token; 0: layers have an MLP.
+        experts: experts of each layer, as wide as the MLP; 0: layers have an MLP.
+        active: experts of a token.
         batch: sequences of an iteration.
         is_free: whether the planner chooses everything, and is set beside the best of Megatron's flags only.
         micro_batch: sequences of a micro-batch.
@@ -61,6 +63,7 @@ class Scenario:
     speeds: str = "paced"
     sizes: tuple[int, int, int] = (2, 256, 768)
     experts: int = 0
+    active: int = 2
     batch: int = 1
     is_free: bool = False
     micro_batch: int = 1
@@ -96,7 +99,7 @@ class Scenario:
         experts = {
             "--num-experts": self.experts,
             "--moe-ffn-hidden-size": self.sizes[2],
-            "--moe-router-topk": 2,
+            "--moe-router-topk": self.active,
             "--moe-token-dispatcher-type": "alltoall",
             "--moe-router-load-balancing-type": "none",
         }
@@ -179,6 +182,18 @@ SCENARIOS = (
         "as in two-fast-two-slow, with experts of each layer to deal out",
         sizes=(2, 384, 1536),
         experts=32,
+    ),
+    Scenario(
+        "once to a node",
+        "experts-thin-links",
+        512,
+        "the link between two nodes, which rows of experts cross",
+        sizes=(2, 256, 128),
+        experts=32,
+        active=8,
+        batch=4,
+        micro_batch=4,
+        layouts=node_layouts,
     ),
     Scenario("by quotas", "two-fast-two-slow-quota", 6144, "as in two-fast-two-slow", "quota"),
 )
