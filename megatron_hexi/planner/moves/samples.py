@@ -12,7 +12,8 @@ from megatron_hexi.planner.layouts.trial import Candidate
 from megatron_hexi.planner.moves.climb import Move
 from megatron_hexi.planner.moves.edit import Place, with_stages, written_out
 
-#: Samples of a micro-batch, as multiples of the least that gives one to each unit of the largest stage.
+#: Samples of a micro-batch, as multiples of the least that gives one to each unit of the largest stage, or of
+#: two where no stage has more than one.
 _SAMPLES: Final = (1, 2, 4)
 #: Part of what activations are estimated to grow by that counts: shares of samples are rounded.
 _CERTAIN: Final = 0.5
@@ -21,19 +22,22 @@ _CERTAIN: Final = 0.5
 def sample_moves(base: Candidate) -> Iterator[Move]:
     """Yield plans whose units have whole samples of each micro-batch, in proportion to their tokens.
 
-    Only plans whose stages have one domain each have such moves.
+    Where each stage is one unit, its micro-batches get larger. Only plans whose stages have one domain each
+    have such moves.
     """
     stages = base.plan.stages
     if not base.fits:  # whole samples need no less memory
         return
     most = max(sum(len(domain.members) for domain in stage.domains) for stage in stages)
-    if most < 2 or any(len(stage.domains) > 1 for stage in stages) or base.job.pipeline_parallel > 1:
+    if any(len(stage.domains) > 1 for stage in stages) or base.job.pipeline_parallel > 1:
         return
     taken = base.timing.micro_batches.tolist()
     plan, job = written_out(base.plan, base.job, taken)
     size = job.micro_batch_size
     for times in _SAMPLES:
-        new = times * -(-most // size) * size
+        new = times * -(-max(most, 2) // size) * size
+        if new == size:
+            continue
         counts = [count * size // new if count * size % new == 0 else 0 for count in taken]
         if min(counts) >= 1:
             changed = _in_samples(plan, new, counts)
