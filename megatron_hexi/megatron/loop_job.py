@@ -135,6 +135,8 @@ def hold_loop(plan: str | Path, job: LoopJob, device: torch.device, *, stages: b
                 f"{plan}: trains with {name} {value}, which your loop has to carry out; let it do so, and "
                 f"state this in {place}"
             )
+        if name == "cp_comm_type":
+            value = value[0]  # the argument is a list of words, the field one word or one for each layer
         if name not in _OF_MEGATRON_LM:
             settings += [(one.section, one.field.name, value) for one in places.get(name, ())]
     replicas, ranks = len(read.replicas), args.tensor_model_parallel_size * args.pipeline_model_parallel_size

@@ -131,7 +131,7 @@ def check_documents(plan: str) -> None:
 
 def under_plans(out: Path, replicas: str, stages: str) -> None:
     check_documents(replicas)
-    check_rows(run(out, "replicas", replicas))
+    check_rows(run(out, "replicas", replicas, cp_comm_type="a2a"))  # which the plan replaces
     end()
     right = {name: getattr(LoopSession, name) for name in ("shard", "reduce", "positions")}
     LoopSession.shard = lambda self, batch: right["shard"](  # type: ignore[method-assign]
