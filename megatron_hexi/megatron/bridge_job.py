@@ -128,8 +128,8 @@ def _refuse_settings(config: Any) -> None:
     if not sees and type(config.model).provide is not GPTModelProvider.provide:
         raise HexiError(
             f"model {type(config.model).__name__}: builds a model of its own, and a plan carries out that of "
-            "GPTModelProvider, Qwen25VLModelProvider and Qwen3VLModelProvider; give a provider that leaves "
-            "provide() as it is, or train without --hexi-plan"
+            "GPTModelProvider and of Qwen25VL-, Qwen3VL- and Qwen3VLMoEModelProvider; give a provider that "
+            "leaves provide() as it is, or train without --hexi-plan"
         )
     refuse_adapters(config.peft, config.model)
     if config.dataset.dataloader_type not in (None, "single", "cyclic", "batch"):

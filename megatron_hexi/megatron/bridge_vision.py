@@ -25,10 +25,10 @@ _QWEN3 = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
 
 def has_vision(model: Any) -> bool:
     """Return whether a model's configuration is that of a vision-language model which a plan carries out."""
-    from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
+    from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
     from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 
-    kinds = (Qwen25VLModelProvider, Qwen3VLModelProvider)
+    kinds = (Qwen25VLModelProvider, Qwen3VLModelProvider, Qwen3VLMoEModelProvider)
     return any(isinstance(model, kind) and type(model).provide is kind.provide for kind in kinds)
 
 

@@ -74,8 +74,9 @@ MODELS: dict[str, tuple[Callable[..., GPTModelProvider], dict[str, Any]]] = {
     "latent": (MLAModelProvider, LATENT),
     "vision": (bridge_vision.qwen25, {}),
     "vision3": (bridge_vision.qwen3, {}),
+    "vision3e": (bridge_vision.qwen3_experts, EXPERTS | {"moe_layer_freq": 1, "moe_grouped_gemm": True}),
 }
-STEPS = {"vision": vision_step, "vision3": vision_step}
+STEPS = dict.fromkeys(("vision", "vision3", "vision3e"), vision_step)
 
 
 class Job(NamedTuple):
@@ -108,6 +109,7 @@ JOBS = {
     "latent-te": Job("latent", "stages", {"transformer_layer_spec": TE_LAYERS}),
     "vision": Job("vision", "replicas"),
     "vision3": Job("vision3", "replicas"),
+    "vision3e": Job("vision3e", "groups"),
     "vision3-pipeline": Job("vision3", "pipeline", {"pipeline_model_parallel_size": 2}),
     "vision-pipeline": Job("vision", "pipeline", {"pipeline_model_parallel_size": 2}),
     "vision-units": Job("vision", "even-units", {"sequence_parallel": True, "seq_length": 102}),

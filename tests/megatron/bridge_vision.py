@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from megatron.bridge.data.builders import mock_vlm_sft
-from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
+from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
 from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
@@ -90,9 +90,19 @@ def qwen25(**fields: Any) -> Qwen25VLModelProvider:
 
 def qwen3(**fields: Any) -> Qwen3VLModelProvider:
     """Return the configuration of a Qwen3-VL, whose first two layers add features of the encoder's."""
+    return _qwen3(Qwen3VLModelProvider, fields)
+
+
+def qwen3_experts(**fields: Any) -> Qwen3VLMoEModelProvider:
+    """Return the configuration of a Qwen3-VL with experts."""
+    frozen = ("freeze_language_model", "freeze_vision_model", "moe_permute_fusion")
+    return _qwen3(Qwen3VLMoEModelProvider, fields | dict.fromkeys(frozen, False))
+
+
+def _qwen3(provider: Any, fields: dict[str, Any]) -> Any:
     TEDotProductAttention.__init__, TEDotProductAttention.forward = _hold, _attend
     vision = Qwen3VLVisionConfig(**VISION, **FEATURES)
-    return Qwen3VLModelProvider(vision_config=vision, **(fields | FIELDS), bias_activation_fusion=False)
+    return provider(vision_config=vision, **(fields | FIELDS), bias_activation_fusion=False)
 
 
 def _hold(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -27,6 +27,7 @@ WORKLOADS = {
     "latent": "kv_heads: 4, head_dim: 16, value_dim: 16",
     "vision": "kv_heads: 2, head_dim: 16",
     "vision3": "kv_heads: 2, head_dim: 16",
+    "vision3e": "kv_heads: 2, head_dim: 16, experts: 4",
 }
 HEADER = "version: 2\nworkload: {{seq_length: {1}, heads: 4, {0}, layers: 4, hidden_size: 64}}\nreplicas:\n"
 PLANS = {
@@ -68,7 +69,7 @@ SCRIPT = Path(__file__).parent / "bridge_models.py"
 JOBS = ["experts-te", "vision"]
 FURTHER = [
     *("experts", "latent", "qwen3", "dense-bf16", "latent-te", "qwen3-units", "qwen3-groups"),
-    *("vision-pipeline", "vision-units", "vision3", "vision3-pipeline"),
+    *("vision-pipeline", "vision-units", "vision3", "vision3-pipeline", "vision3e"),
 ]
 #: Norms of Transformer Engine's and of Megatron's own layers that have two names.
 NORMS = (
@@ -150,6 +151,7 @@ COMPARED = {
     "vision-units": "vision",
     "vision3": "vision3",
     "vision3-pipeline": "vision3",
+    "vision3e": "vision3e",
 }
 
 
