@@ -52,6 +52,7 @@ from dataclasses import replace
 from benchmarks.proof.options import MODES, ranges
 from benchmarks.proof.program import MARGIN, SHARES_STEP, BoundProgram
 from megatron_hexi.cluster import Cluster
+from megatron_hexi.plan.recompute import of_layer
 from megatron_hexi.planner import bound
 from megatron_hexi.planner.bound import Bound
 from megatron_hexi.planner.request import Request
@@ -123,7 +124,7 @@ def _is_beyond_program(request: Request) -> bool:
     keep less of them; a scan's work goes by heads and tokens, not by pairs; and a layer of a hybrid has one
     part and one sum over tensor-parallel ranks, not two. Of modules that are fixed it knows some.
     """
-    model, mode = request.job.model, request.job.mode
+    model, mode = request.job.model, of_layer(request.job.recompute)
     if "recompute" in request.fixed and mode not in MODES:
         return True
     special = (model.experts, model.latent, model.state)

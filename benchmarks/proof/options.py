@@ -38,10 +38,10 @@ from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.moved_bytes import layer_elements, loss_bytes
 from megatron_hexi.cost.products import layer_products
 from megatron_hexi.models import Job
-from megatron_hexi.models.job import RecomputeMode
+from megatron_hexi.plan.recompute import Recompute
 
 #: Modes of recomputation that planners offer to dense models. A GPU's works are x of each, then z of each.
-MODES: Final[tuple[RecomputeMode, ...]] = ("none", "selective", ("mlp",), "full")
+MODES: Final[tuple[Recompute, ...]] = ("none", "selective", ("mlp",), "full")
 #: Ratio of the most to the least layers of an option.
 _LAYERS_STEP = 1.2
 #: The same ratio for stages in ministages, and for the number of ministages.
@@ -205,7 +205,7 @@ class UnitCandidates:
             rows = np.minimum(rows, iteration_s / (turns * (forward + backward)))
         more = job.model.mtp_layers
         ends = places.last * (logits + more * (forward + backward)) / places.high
-        again = {"full": forward, ("mlp",): self._mlp * products[0]}
+        again: dict[Recompute, Floats] = {"full": forward, ("mlp",): self._mlp * products[0]}
         tokens = [(1 + self._again) * forward + backward + ends + again.get(mode, 0.0) for mode in MODES]
         token_s = job.seq_length * layers * width * np.array(tokens).T
         once = self._attention_s[-1] - self._attention_s[0]

@@ -15,6 +15,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.memory import weight_bytes
+from megatron_hexi.plan.recompute import of_layer
 from megatron_hexi.planner.request import Request
 
 #: Tolerance for rounding of floats, which adds up to much less.
@@ -77,8 +78,8 @@ class BoundProgram:
         nodes = {(id(node.device), len(node.ranks), node.bandwidth): node for node in cluster.nodes}
         counts = Counter((id(node.device), len(node.ranks), node.bandwidth) for node in cluster.nodes)
         self._gpus = np.array([float(counts[key] * key[1]) for key in nodes])
-        allowed_modes = {job.mode, "none"} if isinstance(job.recompute, int) else {job.mode}
-        modes = ["recompute" not in fixed or mode in allowed_modes for mode in MODES]
+        allowed = {of_layer(job.recompute), *(["none"] if job.again.first else [])}
+        modes = ["recompute" not in fixed or mode in allowed for mode in MODES]
         units, kinds = list[UnitCandidates](), list[int]()
         for kind, node in enumerate(nodes.values()):
             for width in request.widths(len(node.ranks)):

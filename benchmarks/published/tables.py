@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_hexi.models import Job, Model, presets
 from megatron_hexi.models.job import Fusible
-from megatron_hexi.plan.terms import Fp8Recipe, Recompute
+from megatron_hexi.plan.recompute import Recompute
+from megatron_hexi.plan.terms import Fp8Recipe
 from megatron_hexi.yaml_file import read_yaml
 
 #: Files of rows, and what their rows are of.

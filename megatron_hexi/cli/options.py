@@ -21,9 +21,7 @@ from megatron_hexi.cluster import MEMORY_MARGIN, PlannerRules
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import (
     FP8_RECIPES,
-    MODULES,
     PRECISIONS,
-    RECOMPUTES,
     Job,
     read_model,
     read_terms,
@@ -31,6 +29,7 @@ from megatron_hexi.models import (
     refuse_imbalance,
 )
 from megatron_hexi.plan.flags import flag_name, spell_flag
+from megatron_hexi.plan.recompute import MODULES, RECOMPUTES
 from megatron_hexi.whole_number import whole_number
 
 if TYPE_CHECKING:  # brings the solver, which takes a second

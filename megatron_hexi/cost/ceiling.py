@@ -54,8 +54,7 @@ def token_seconds(speeds: Speeds, job: Job, with_experts: bool = True) -> float:
             rate = float(best.of_layers(kind).matmul.rates[0] * 1e12)
             routed = 2 * _ROWS * active / job.tensor_parallel / rate
             forward, backward = forward + routed, backward + (1 if job.lora_rank else 2) * routed
-        again = forward if job.mode == "full" else 0.0
-        layers += count * (forward + backward + again)
+        layers += count * (forward * (1 + job.again.is_whole) + backward)
     return (layers + float(logits.forward[0] + logits.backward[0])) / _ROWS * job.tensor_parallel
 
 
@@ -75,7 +74,7 @@ def attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
         max(max(getattr(passes, way).rates) for passes in (speeds.causal, speeds.full)) * 1e12
         for way in ("forward", "backward")
     )
-    passes = 1 + (job.mode == "full" or "core_attn" in job.modules)
+    passes = 1 + ("core_attn" in job.again)
     return flops * (passes / forward + ATTENTION_BACKWARD / backward) + scans
 
 
@@ -85,7 +84,7 @@ def _scan_seconds(speeds: Speeds, job: Job) -> float:
     Only full recomputation repeats scans.
     """
     forward, backward = whole_scan_times(speeds, job, np.ones(1))
-    once = float(forward[0]) * (1 + (job.mode == "full")) + float(backward[0])
+    once = float(forward[0]) * (1 + job.again.is_whole) + float(backward[0])
     return once * job.tensor_parallel / job.micro_batch_size
 
 

@@ -221,7 +221,7 @@ class CostModel:
 
 def least_recomputed(job: Job, sections: Sequence[Section]) -> Job:
     """Return the job with the recomputation that all sections do in all layers, or without any."""
-    modes = {section.job.mode for section in sections}
+    modes = {section.job.recompute for section in sections}
     everything = all(np.all(section.parts.again == section.parts.layers) for section in sections)
     return replace(job, recompute=modes.pop() if len(modes) == 1 and everything else "none")
 

@@ -95,7 +95,7 @@ class Layer:
     """Seconds of a layer's passes, and the keys that its exchange has in flight.
 
     Args:
-        again: pass of the modules that are computed again (`Job.modules`); ``None``: there are none.
+        again: pass of the modules that are computed again (`Again.modules`); ``None``: there are none.
         experts: seconds of the routed experts in it.
     """
 
@@ -237,10 +237,10 @@ def layer_times(
         )
 
     again = None
-    if job.modules:
+    if job.again.modules:
         repeated = work_again(job, stage, rows, part_sums, experts)
         ready = by_group(plan, sum(repeated, np.zeros(len(rows))))
-        if "core_attn" in job.modules and mixing.is_attention:
+        if "core_attn" in job.again and mixing.is_attention:
             again = assemble(0, repeated, ready + enter[0])
         else:
             again = _without_attention(repeated, ready)

@@ -92,7 +92,7 @@ def routed_working_bytes(job: Job) -> float:
 
 
 class Freed(NamedTuple):
-    """Bytes that modules which are computed again (`Job.modules`) do not keep, outside attention.
+    """Bytes that modules which are computed again (`Again.modules`) do not keep, outside attention.
 
     Args:
         mixer: bytes of a token before the mixer.
@@ -123,7 +123,7 @@ def freed_bytes(job: Job) -> Freed:
     the input of the MLP is then the norm's; of experts that see every token fp8's copy of it. ``moe``: all
     that is kept of a routed row; ``moe_act``: its activation.
     """
-    model, modules, factor = job.model, job.modules, _factor_bytes(job)
+    model, modules, factor = job.model, job.again.modules, _factor_bytes(job)
     if not modules:
         return Freed()
     normed = [_normed_bytes(job, part) for part in (model.mixer, model.feed_forward)]
@@ -145,7 +145,7 @@ def freed_bytes(job: Job) -> Freed:
 
 def feed_forward_again(job: Job) -> bool:
     """Whether the MLP of a layer, or its experts that see every token, are computed again."""
-    modules, model = job.modules, job.model
+    modules, model = job.again.modules, job.model
     if model.routed:
         return not modules.isdisjoint(("moe", "shared_experts"))
     return "mlp" in modules and model.feed_forward in model.parts
@@ -163,7 +163,7 @@ def kept_weights(job: Job) -> list[float]:
 
     All are 1 if layers are of one kind, or if all are recomputed: then each keeps its input only.
     """
-    if len(job.kinds) == 1 or job.mode == "full":
+    if len(job.kinds) == 1 or job.again.is_whole:
         return [1] * len(job.kinds)
     found = []
     for kind in job.kinds:

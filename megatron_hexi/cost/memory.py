@@ -269,7 +269,7 @@ def _part_memory(
     for kind, count in zip(job.kinds, part.of_kinds(job.model), strict=True):
         layer = _layer_memory(kind, held, window)
         needed = np.maximum(layer.working, held.routed_rows * routed_working_bytes(kind))
-        if job.mode == "full":
+        if job.again.is_whole:
             whole = layer.outside + layer.inside
             needed = needed + np.where(np.equal(count.again, count.layers), whole, 0.0)
         working = np.maximum(working, np.where(np.equal(count.layers, 0), 0.0, needed))
@@ -277,7 +277,7 @@ def _part_memory(
         attention = attention + at_once * count.kept(layer.inside, layer.inside_again)
     # Under full recomputation one of a block's two inputs is counted with its layer.
     block, inputs = prediction_bytes(job, held.tokens), input_bytes(job, held.tokens)
-    blocks = part.predictions(job.model).kept(block, inputs if job.mode == "full" else block)
+    blocks = part.predictions(job.model).kept(block, inputs if job.again.is_whole else block)
     activations = activations + in_flight * blocks
     if np.any(part.ministages):
         waiting = part.entered(held.micro_batches)
@@ -324,10 +324,10 @@ def _layer_memory(job: Job, held: Holdings, window: int) -> _LayerMemory:
     rows = job.micro_batch_size * held.tokens
     outside = rows * token_activation_bytes(job) + held.routed_rows * routed_row_bytes(job)
     mixed = mixer_bytes(job.model.mixer, job, held, window)
-    if job.mode == "full":
+    if job.again.is_whole:
         again = input_bytes(job, held.tokens), np.zeros(np.shape(mixed.kept))
         return _LayerMemory(outside, mixed.kept, *again, mixed.working)
-    if not job.modules:
+    if not job.again:
         return _LayerMemory(outside, mixed.kept, outside, mixed.kept, mixed.working)
     freed = freed_bytes(job)
     behind, routed = rows * freed.feed_forward, held.routed_rows * freed.routed
@@ -335,7 +335,7 @@ def _layer_memory(job: Job, held: Holdings, window: int) -> _LayerMemory:
     # What is computed again is there while its gradients are.
     inside = behind + rows * mlp_gradient_bytes(job)
     experts = routed + held.routed_rows * routed_working_bytes(job)
-    if "moe" in job.modules:  # all of it at once
+    if "moe" in job.again:  # all of it at once
         inside, experts = inside + routed, experts + behind
     else:  # what routed rows kept is free by then
         inside = inside - held.routed_rows * (routed_row_bytes(job) - freed.routed)

@@ -94,7 +94,7 @@ def _(mixer: SoftmaxAttention, job: Job, held: Holdings, window: int) -> MixerBy
     kept = attention_bytes(job, *sizes, held.kv)
     working = working_set_bytes(job, *sizes, held.kv, held.flights, window)
     inputs = job.micro_batch_size * held.tokens * token_qkv_bytes(job)
-    attends_again, made_again = "core_attn" in job.modules, "mla_up_proj" in job.modules
+    attends_again, made_again = "core_attn" in job.again, "mla_up_proj" in job.again
     freed = np.where(made_again & (attends_again | is_alone_in_group(job, *sizes)), inputs, 0.0)
     left = (inputs if attends_again else kept) - freed
     return MixerBytes(kept, working, left, working + attends_again * kept + freed)

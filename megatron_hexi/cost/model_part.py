@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
 from megatron_hexi.mesh import passes_ahead
-from megatron_hexi.models.job import Job, layers_again
+from megatron_hexi.models.job import Job
 from megatron_hexi.models.model import Model
 from megatron_hexi.plan.model import Range
 
@@ -111,7 +111,7 @@ class ModelPart:
         ranges: Any = chunk_ranges(job, stage * job.stage_layers, job.stage_layers)
         return cls(
             layers=job.stage_layers,
-            again=layers_again(job.stage_layers, job.recompute, chunks),
+            again=job.again.layers(job.stage_layers, chunks),
             is_first=stage == 0,
             is_last=stage == job.pipeline_parallel - 1,
             ahead=passes_ahead(job.pipeline_parallel, stage, chunks) + 1,

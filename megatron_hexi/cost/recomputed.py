@@ -1,4 +1,4 @@
-"""Seconds of the modules of a layer that the backward pass computes again by themselves (`Job.modules`).
+"""Seconds of the modules of a layer that the backward pass computes again by themselves (`Again.modules`).
 
 A module runs forward once more, just before its own backward pass: its matrices, what it moves, and the
 collectives and all-to-alls inside it. Core attention is timed with the exchange (layer.py).
@@ -46,9 +46,9 @@ def work_again(job: Job, stage: UnitGpus, rows: Floats, sums: Floats, experts: E
     token = np.zeros(len(rows))
     for speeds, units in stage.by_kind:
         token[units] = _token_seconds(speeds, job, rows[units])
-    is_whole, inside = "moe" in job.modules, feed_forward_again(job)
+    is_whole, inside = "moe" in job.again.modules, feed_forward_again(job)
     routed = [is_whole * seconds[0] for seconds in (experts.compute, experts.exchange, experts.wait)]
-    if "moe_act" in job.modules and not is_whole:
+    if "moe_act" in job.again.modules and not is_whole:
         routed[0] = experts.activation
     return PassWork(token, inside * sums, *routed)
 
@@ -72,14 +72,14 @@ def _recomputed(job: Job) -> tuple[Products, Columns, float]:
     how = width, job.row_parts, job.latent_exchange
     matrices, columns = list[WeightMatrix](), list[Columns]()
     of_mixer, of_feed_forward = separate_norms(job)
-    normed = (of_mixer + of_feed_forward) * hidden * ("layernorm" in job.modules)
+    normed = (of_mixer + of_feed_forward) * hidden * ("layernorm" in job.again.modules)
     if feed_forward_again(job):
         own = model.feed_forward.matrices(model, width)
         router = len(model.routed)  # behind the others; computed again with the whole layer only
-        matrices += own if "moe" in job.modules else own[: len(own) - router]
+        matrices += own if "moe" in job.again.modules else own[: len(own) - router]
         columns.append(model.feed_forward.row_columns(model, *how))
         normed += hidden * (not of_feed_forward)
-    if "mla_up_proj" in job.modules and (up := model.mixer.matrices_up(model, width)):
+    if "mla_up_proj" in job.again.modules and (up := model.mixer.matrices_up(model, width)):
         matrices += up
         made = model.mixer.row_columns(model, *how)
         columns.append(Columns(turned_apart=made.turned_apart, copied=made.copied))

@@ -23,10 +23,11 @@ from megatron_hexi.cost.placement import Placement, Placer
 from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
 from megatron_hexi.errors import PlanError
 from megatron_hexi.mesh import most_kept, passes_ahead
-from megatron_hexi.models.job import Job, RecomputeMode, layers_again, recompute_mode
+from megatron_hexi.models.job import Job
 from megatron_hexi.plan import Exchange, Plan
 from megatron_hexi.plan.heads import divided_domain
 from megatron_hexi.plan.model import Range
+from megatron_hexi.plan.recompute import Again, Recompute, of_layer
 from megatron_hexi.plan.units import DomainRow, domain_rows
 
 
@@ -87,7 +88,7 @@ class _SectionTerms(NamedTuple):
     stage: int
     width: int
     samples: int
-    mode: RecomputeMode
+    mode: Recompute
     exchange: Exchange
 
 
@@ -122,7 +123,7 @@ def plan_sections(
             stage=row.stage,
             width=row.width,
             samples=row.samples[1] - row.samples[0],
-            mode=recompute_mode(job.recompute if row.recompute is None else row.recompute),
+            mode=of_layer(row.recompute or job.recompute),
             exchange=row.exchange,
         )
         found.setdefault(terms, []).append(row)
@@ -156,7 +157,7 @@ def plan_sections(
 
 
 @lru_cache(maxsize=256)  # with what the job derives from its model
-def _section_job(job: Job, width: int, samples: int, mode: RecomputeMode, latent_exchange: bool) -> Job:
+def _section_job(job: Job, width: int, samples: int, mode: Recompute, latent_exchange: bool) -> Job:
     """Return the job of one micro-batch in one stage, with the terms of a section's units."""
     return replace(
         job,
@@ -191,8 +192,7 @@ def _parts(rows: Sequence[DomainRow], job: Job, micro_batches: Ints, own_job: Jo
         own = _layer_ranges(row, job)
         ranges[number, : len(own)] = own
         layers.append(sum(stop - first for first, stop in own))
-        recompute = job.recompute if row.recompute is None else row.recompute
-        again.append(layers_again(layers[-1], recompute, chunks))
+        again.append(Again.of(row.recompute or job.recompute).layers(layers[-1], chunks))
     return ModelPart(
         layers=np.array(layers),
         again=np.array(again),

@@ -80,7 +80,7 @@ class StageCost:
         twice = section.parts.run_twice(section.job.model)
         for layer, count, again in zip(self.kinds, self._held, twice, strict=True):
             runs += [(layer.forward, count.layers), (layer.backward, count.layers)]
-            if section.job.mode != "none":
+            if section.job.again:
                 repeated = layer.forward if layer.again is None else layer.again
                 runs.append((repeated, count.again))
             if np.any(section.parts.ministages):

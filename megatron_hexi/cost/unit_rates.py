@@ -82,8 +82,7 @@ def _seconds(section: Section, placed: ExpertsOnRanks | None) -> tuple[Floats, F
     rows = np.maximum(1.0, job.micro_batch_size * long / np.bincount(domain)[domain])
     lengths = np.array([long, max(1.0, long * _SHORT)])
     row, blocks, layers = np.zeros(count), np.zeros((2, count)), np.zeros(count)
-    whole = job.mode == "full"
-    attends_again = whole or "core_attn" in job.modules
+    whole, attends_again = job.again.is_whole, "core_attn" in job.again
     kinds = [
         (kind, np.broadcast_to(held.layers, count), np.broadcast_to(held.again, count))
         for kind, held in zip(job.kinds, part.of_kinds(job.model), strict=True)

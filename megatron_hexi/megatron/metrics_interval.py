@@ -11,10 +11,10 @@ import math
 from argparse import Namespace
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.options.job_terms import stated_recompute
 from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.plan import Exchange, Plan
 from megatron_hexi.plan.program import Wait, attention_program
+from megatron_hexi.plan.recompute import Again, stated_recompute
 
 _FLAG = "--hexi-metrics-interval"
 #: Host seconds to create and record an event. An estimate; not measured on a GPU.
@@ -78,8 +78,7 @@ def attention_events(args: Namespace, plan: Plan) -> int:
             exchange = stage.exchange or plan.exchange
             groups = max(len(domain.groups) for domain in stage.domains)
             forward, backward = (_waits(groups, exchange, way) for way in (False, True))
-            own = stated_recompute(args) if stage.recompute is None else stage.recompute
-            again = own not in (None, "none") and (not isinstance(own, tuple) or "core_attn" in own)
+            again = "core_attn" in Again.of(stage.recompute or stated_recompute(args))
             most = max(most, 2 * stage_layers * micro_batches * (forward * (1 + again) + backward))
     return most
 

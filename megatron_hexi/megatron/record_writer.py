@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_hexi.elastic.training.goodput import present_round
 from megatron_hexi.megatron.session import Session
+from megatron_hexi.plan.recompute import spell_recompute, stated_recompute
 from megatron_hexi.record import Interval, Start, append_to_record
 
 
@@ -56,7 +57,7 @@ def job_start(session: Session, args: Namespace) -> Start:
         global_batch_size=args.global_batch_size,
         pipeline_parallel=args.pipeline_model_parallel_size,
         virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
-        recompute=args.recompute_granularity or "none",
+        recompute=spell_recompute(stated_recompute(args) or "none"),
         precision=(
             "fp8" if session.given.fp8_recipe else "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
         ),

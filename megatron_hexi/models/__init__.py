@@ -4,9 +4,7 @@ from megatron_hexi.models.document_lengths import read_documents
 from megatron_hexi.models.documents import Documents
 from megatron_hexi.models.job import (
     FP8_RECIPES,
-    MODULES,
     PRECISIONS,
-    RECOMPUTES,
     Job,
     job_of_plan,
     job_terms,
@@ -32,9 +30,7 @@ from megatron_hexi.models.recipes import Recipe, recipes
 __all__ = [
     "BRIDGE_ALONE",
     "FP8_RECIPES",
-    "MODULES",
     "PRECISIONS",
-    "RECOMPUTES",
     "ArgumentTerms",
     "Documents",
     "Job",

@@ -16,15 +16,9 @@ from megatron_hexi.options.job_terms import stage_terms
 from megatron_hexi.plan import JobTerms, Plan, Workload
 from megatron_hexi.plan.check_ministages import interleaving_fault
 from megatron_hexi.plan.flags import spell_flag
-from megatron_hexi.plan.terms import Fp8Recipe, Module, Precision, Recompute, join_kernels, split_kernels
+from megatron_hexi.plan.recompute import MODULES, RECOMPUTES, Again, Recompute
+from megatron_hexi.plan.terms import Fp8Recipe, Precision, join_kernels, split_kernels
 
-#: Amount of a layer that the backward pass computes again, where no modules are named.
-Amount = Literal["none", "selective", "full"]
-#: Part of a layer that the backward pass computes again.
-RecomputeMode = Amount | tuple[Module, ...]
-RECOMPUTES: tuple[Amount, ...] = get_args(Amount)
-#: Modules that may be computed again by themselves.
-MODULES: tuple[Module, ...] = get_args(Module)
 #: Operations of which Megatron knows one kernel and several.
 Fusible = Literal["norms", "rotary", "activation", "permutation", "experts", "loss", "gradients", "optimizer"]
 FUSIBLES: tuple[Fusible, ...] = get_args(Fusible)
@@ -154,7 +148,7 @@ class Job:
         given: Any = self.recompute
         if given in RECOMPUTES or (type(given) is int and given > 0):
             return
-        modules = tuple(given.split(",")) if isinstance(given, str) else given
+        modules = [name.strip() for name in given.split(",")] if isinstance(given, str) else given
         known = isinstance(modules, list | tuple) and modules and set(modules) <= set(MODULES)
         if not known:
             some = ", ".join(MODULES)
@@ -246,15 +240,9 @@ class Job:
         return self.model.layers % self.pipeline_parallel == 0
 
     @property
-    def mode(self) -> RecomputeMode:
-        """The part of a layer that the backward pass computes again."""
-        return recompute_mode(self.recompute)
-
-    @cached_property
-    def modules(self) -> frozenset[Module]:
-        """The modules of each layer that are computed again by themselves; none where whole layers are."""
-        mode = ("core_attn",) if self.mode == "selective" else self.mode
-        return frozenset(mode) if isinstance(mode, tuple) else frozenset()
+    def again(self) -> Again:
+        """What of the layers the backward pass computes again."""
+        return Again.of(self.recompute)
 
     @property
     def row_parts(self) -> int:
@@ -289,29 +277,6 @@ class Job:
             tensor_parallel=self.tensor_parallel,
             **model.attention.planned_sizes(self.latent_exchange),
         )
-
-
-def recompute_mode(recompute: Recompute) -> RecomputeMode:
-    """Return the part of a layer that the backward pass computes again; a number of layers means ``full``."""
-    return "full" if isinstance(recompute, int) else recompute
-
-
-def spell_recompute(recompute: Recompute) -> str:
-    """Return recomputation as text."""
-    if isinstance(recompute, int):
-        return f"{recompute} layer{'' if recompute == 1 else 's'}"
-    return recompute if isinstance(recompute, str) else ", ".join(recompute)
-
-
-def layers_again(layers: int, recompute: Recompute, chunks: int = 1) -> int:
-    """Return the number of a stage's layers that are computed again, in whole or in part.
-
-    Args:
-        recompute: see `Job`; a number of layers is counted in each chunk, as Megatron does.
-    """
-    if isinstance(recompute, int):
-        return min(layers, chunks * recompute)
-    return layers * (recompute != "none")
 
 
 def job_terms(stated: Mapping[str, Any], plan: Plan) -> JobTerms:

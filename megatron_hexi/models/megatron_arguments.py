@@ -12,7 +12,7 @@ from megatron_hexi.errors import HexiError, NoFlagError, raise_all
 from megatron_hexi.kinds.decoder import VOCAB_MULTIPLE
 from megatron_hexi.models.job import Fusible, Job
 from megatron_hexi.models.model import Model
-from megatron_hexi.options.job_terms import CHUNK_FLAGS, has_running_mean, stated_recompute
+from megatron_hexi.options.job_terms import CHUNK_FLAGS, has_running_mean
 from megatron_hexi.options.kinds import PlanKind, Refused, is_packed, masks_documents
 from megatron_hexi.options.layer_features import model_features, query_size, resolve
 from megatron_hexi.options.parser import Parsed, parse_and_judge
@@ -21,6 +21,7 @@ from megatron_hexi.options.refusals import find_refused, replace_options
 from megatron_hexi.options.registry import ADDED, class_of
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.flags import FLAGS, argument_name
+from megatron_hexi.plan.recompute import stated_recompute
 from megatron_hexi.shell.words import Word, place_of
 
 #: Megatron's defaults of arguments that no plan chooses; those of the batch have none.

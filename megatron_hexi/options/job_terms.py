@@ -14,7 +14,7 @@ from megatron_hexi.options.kinds import items_of, row_of
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.check_ministages import interleaving_fault
 from megatron_hexi.plan.flags import FLAGS
-from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.plan.recompute import RECOMPUTE_FLAGS, recompute_settings
 from megatron_hexi.plan.units import held_experts
 
 #: Options of parallel sizes that each stage of a plan states for itself.
@@ -34,10 +34,6 @@ STAGE_FLAGS: Final = (
     "--account-for-loss-in-pipeline-split",
     "--expert-model-parallel-size",
     "--expert-tensor-parallel-size",
-)
-RECOMPUTE_FLAGS: Final = (
-    *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
-    "--recompute-modules",
 )
 #: Flags with a number of chunks of a stage's layers, or of layers of a chunk.
 CHUNK_FLAGS: Final = (FLAGS["virtual_stages"], "--num-layers-per-virtual-pipeline-stage")
@@ -133,30 +129,6 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
                     f"leave {flag} out"
                 )
     return changed
-
-
-def recompute_settings(recompute: Recompute) -> dict[str, Any]:
-    """Return Megatron's recomputation arguments, by flag, for a plan's value of `recompute`."""
-    values: tuple[Any, ...]
-    if isinstance(recompute, tuple):
-        values = "selective", None, None, list(recompute)
-    elif isinstance(recompute, int):
-        values = "full", "block", recompute, None
-    else:
-        values = {
-            "none": (None, None, None, None),
-            "selective": ("selective", None, None, None),
-            "full": ("full", "uniform", 1, None),
-        }[recompute]
-    return dict(zip(RECOMPUTE_FLAGS, values, strict=True))
-
-
-def stated_recompute(args: Namespace) -> Recompute | None:
-    """Return what a job recomputes by its arguments, other than the number of layers; ``None``: nothing."""
-    modules = tuple(name for name in args.recompute_modules or () if name != "gdn_norm_out")
-    if args.recompute_granularity == "selective" and modules not in ((), ("core_attn",)):
-        return modules
-    return args.recompute_granularity
 
 
 def _settings(plan: Plan) -> Iterator[_Setting]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection
 from typing import NamedTuple
 
-from megatron_hexi.errors import PlanError
+from megatron_hexi.errors import PlanError, raise_all
 from megatron_hexi.kinds.states import check_state_heads, hybrid_layers, layers_with_state, state_option
 from megatron_hexi.options.job_terms import (
     PARALLEL_SIZES,
@@ -18,7 +17,7 @@ from megatron_hexi.options.job_terms import (
 from megatron_hexi.options.kinds import PlanKind, is_packed
 from megatron_hexi.options.layer_features import layers_by_state
 from megatron_hexi.options.parser import is_assumed
-from megatron_hexi.options.refusals import refuse_unsupported, replace_options
+from megatron_hexi.options.refusals import find_refused, refuse_unsupported, replace_options
 from megatron_hexi.plan import (
     Plan,
     Share,
@@ -27,7 +26,9 @@ from megatron_hexi.plan import (
     has_equal_replicas,
     require_repeated,
 )
+from megatron_hexi.plan.flags import argument_name
 from megatron_hexi.plan.heads import divided_domain
+from megatron_hexi.plan.recompute import Again, recompute_settings, stated_recompute
 from megatron_hexi.plan.units import domain_rows
 
 PER_TOKEN = "--calculate-per-token-loss"
@@ -237,35 +238,20 @@ def _latent_sizes(args: Namespace, workload: Workload) -> list[tuple[str, int, s
 
 def check_recomputation(args: Namespace, plan: Plan) -> None:
     """Refuse modules that the job cannot compute again, of the job or of a stage of the plan."""
-    own = args.recompute_modules if args.recompute_granularity == "selective" else None
-    stated: list[tuple[str, Collection[str]]] = [("--recompute-modules", own or ())]
+    stated = {stated_recompute(args): "--recompute-modules"}
     for number, replica in enumerate(plan.replicas):
         for place, stage in enumerate(replica.stages):
-            if isinstance(stage.recompute, tuple):
-                where = f"{args.hexi_plan}: replicas[{number}].stages[{place}].recompute"
-                stated.append((where, stage.recompute))
-    delayed = args.fp8 and args.fp8_recipe == "delayed"
-    endless = "an MLP's biases, which it returns, lead the backward pass into itself; "
-    reasons = {
-        "mlp": ((args.add_bias_linear, f"{endless}give --disable-bias-linear, or "),),
-        "moe_act": (
-            (not args.moe_grouped_gemm, "only grouped products do so: give --moe-grouped-gemm, or "),
-            (delayed, "--fp8-recipe delayed scales by values that are cast once; "),
-        ),
-        "layernorm": ((delayed, "--fp8-recipe delayed scales by values that are cast once; "),),
-        "mla_up_proj": (
-            (not args.multi_latent_attention, "the job has no --multi-latent-attention; "),
-            (
-                plan.workload.latent_exchange is not None,
-                "latent columns travel, and keys and values are made again anyway; ",
-            ),
-        ),
-    }
-    for where, modules in stated:
-        for module in modules:
-            for refused, why in reasons.get(module, ()):
-                if refused:
-                    raise PlanError(f"{where}: {module}: {why}leave {module} out")
+            where = f"{args.hexi_plan}: replicas[{number}].stages[{place}].recompute"
+            stated.setdefault(stage.recompute, where)
+    for recompute, where in stated.items():
+        modules = Again.of(recompute).modules
+        own = {argument_name(flag): value for flag, value in recompute_settings(recompute).items()}
+        rules = find_refused(Namespace(**vars(args) | own), kind_of(plan), "--recompute-modules")
+        faults = [f"{where}: {rule.reason}; {rule.remedy}" for rule in rules]
+        if "mla_up_proj" in modules and plan.workload.latent_exchange is not None:
+            again = "latent columns travel, and keys and values are made again anyway"
+            faults.append(f"{where}: mla_up_proj: {again}; leave mla_up_proj out")
+        raise_all(faults, PlanError)
 
 
 def check_ranks(args: Namespace, plan: Plan) -> None:

@@ -45,12 +45,16 @@ def refused() -> list[Refused]:
     return [option for options in OPTIONS.values() for option in options if isinstance(option, Refused)]
 
 
-def find_refused(args: Namespace, plan: PlanKind) -> list[Refused]:
-    """Return the rules that refuse options of a job with a plan of this kind, its own kind's first."""
+def find_refused(args: Namespace, plan: PlanKind, name: str | None = None) -> list[Refused]:
+    """Return the rules that refuse options of a job, or the named one, with a plan of this kind.
+
+    Those of its own kind are first.
+    """
     return [
         option
         for option in sorted(refused(), key=lambda option: option.beside != plan)
         if option.beside in _KINDS[plan]
+        and name in (None, option.option)
         and (not option.versions or is_assumed(option.versions))
         and option.used(args)
     ]

@@ -20,6 +20,7 @@ from megatron_hexi.plan.check_ministages import (
     refuse_ministages,
 )
 from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage
+from megatron_hexi.plan.recompute import Again
 from megatron_hexi.plan.terms import UnitRates
 from megatron_hexi.plan.units import covers_gpus, spell_ranks
 from megatron_hexi.plan.workload import Workload
@@ -109,7 +110,7 @@ def _check_layers(plan: Plan, replica: Replica, place: PlanPlace) -> None:
             here.refuse(f"begins at layer {start}", f"begin at {reached}, where the stage before ends")
         if stop <= start or stop > total:
             here.refuse(f"ends at layer {stop}", f"end it after {start}, and at {total} at most")
-        if isinstance(stage.recompute, int) and stage.recompute > stop - start:
+        if Again.of(stage.recompute).first > stop - start:
             place(s, "recompute").refuse(
                 f"is {stage.recompute}, the stage has {stop - start} layers", "give full, or fewer layers"
             )

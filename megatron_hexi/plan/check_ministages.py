@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from megatron_hexi.plan.check_domain import PlanPlace
 from megatron_hexi.plan.model import Plan, Replica, Stage
-from megatron_hexi.plan.terms import Offload, Recompute
+from megatron_hexi.plan.recompute import Again, Recompute
+from megatron_hexi.plan.terms import Offload
 
 
 def refuse_ministages(stage: Stage, place: PlanPlace) -> None:
@@ -50,7 +51,7 @@ def check_ministages(plan: Plan, replica: Replica, stage: Stage, place: PlanPlac
         (plan.job.recompute, place.root("job", "recompute")),
     )
     for recompute, here in settings:
-        if isinstance(recompute, int):
+        if Again.of(recompute).first:
             problem, kept = "all layers of a ministage are computed again", ": what the second pass keeps"
             if replica.is_interleaved:
                 problem, kept = "layers are computed again in all ministages or in none", ""

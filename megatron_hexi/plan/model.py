@@ -24,17 +24,16 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
+from megatron_hexi.plan.recompute import Layers, Recompute
 from megatron_hexi.plan.terms import (
     Count,
     Estimate,
     JobTerms,
-    Layers,
     MicroBatches,
     Offload,
     Order,
     Positive,
     Provenance,
-    Recompute,
     UnitRates,
 )
 from megatron_hexi.plan.workload import Workload

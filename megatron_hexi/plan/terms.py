@@ -17,12 +17,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.plan.recompute import Layers, Recompute
 from megatron_hexi.yaml_schema import Label, Strict
 
 # Of a whole model and of an iteration, far above any: commands spend time on each of them.
 Heads = Annotated[int, Field(strict=True, ge=1, le=100_000)]
 Experts = Annotated[int, Field(strict=True, ge=1, le=100_000)]
-Layers = Annotated[int, Field(strict=True, ge=1, le=10_000)]
 MicroBatches = Annotated[int, Field(strict=True, ge=1, le=100_000)]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**40)]
 Positive = Annotated[int, Field(strict=True, ge=1, le=2**40)]
@@ -30,12 +30,6 @@ Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-#: Parts of a layer that may be recomputed by themselves, by Megatron's names (--recompute-modules).
-Module = Literal["core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
-Modules = Annotated[tuple[Module, ...], Field(min_length=1)]
-#: Activations that the backward pass recomputes: none, core attention, every layer, the first n layers, or
-#: some modules of every layer.
-Recompute = Literal["none", "selective", "full"] | Layers | Modules
 #: `fp8`: products of matrices in fp8, all else in bf16.
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 #: How values are scaled before they are cast to fp8, by Megatron's names.

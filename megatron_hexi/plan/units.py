@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_hexi.plan.model import Domain, Exchange, Member, Plan, Range, Replica, Stage
+from megatron_hexi.plan.recompute import Recompute
 from megatron_hexi.plan.shares import domain_micro_batches
-from megatron_hexi.plan.terms import Offload, Recompute, UnitRates
+from megatron_hexi.plan.terms import Offload, UnitRates
 from megatron_hexi.plan.workload import Workload
 
 

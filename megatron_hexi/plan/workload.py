@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_hexi.plan.terms import Count, Experts, Heads, Layers, Positive
+from megatron_hexi.plan.recompute import Layers
+from megatron_hexi.plan.terms import Count, Experts, Heads, Positive
 from megatron_hexi.yaml_schema import Strict
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from megatron_hexi.cost.layer_bytes import separate_norms
 from megatron_hexi.models import Job
-from megatron_hexi.plan.terms import Module, Recompute
+from megatron_hexi.plan.recompute import Module, Recompute
 from megatron_hexi.planner.request import Request
 
 

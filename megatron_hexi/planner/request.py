@@ -100,7 +100,7 @@ class Request:
     @property
     def may_interleave(self) -> bool:
         """Whether stages that differ may run their ministages in interleaved 1F1B."""
-        keeps_layers = "recompute" in self.fixed and isinstance(self.job.recompute, int)
+        keeps_layers = "recompute" in self.fixed and bool(self.job.again.first)
         if self.virtual_stages is not None or keeps_layers:  # which ministages cannot have
             return False
         return self.rules.allow("ministages") and self.rules.allow("unequal_stages")

@@ -51,7 +51,7 @@ class Start(Strict):
         started: time of the start, ISO 8601 with the zone.
         swapped_at: the first iteration under this plan, which took another's place while the job ran
             (``--hexi-replan-interval``); ``None``: the job was started.
-        recompute: ``none``, ``selective`` or ``full``.
+        recompute: ``none``, ``selective``, ``full``, or modules with commas.
         platform: ``cuda`` or ``cpu``.
         round: round of an elastic job; ``None`` in any other job.
     """

@@ -13,8 +13,8 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import assumed_kernels, ceiling_tokens_per_s, estimate, planned_kernels
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.models import Job, Model
-from megatron_hexi.models.job import spell_recompute
 from megatron_hexi.plan import Plan, plan_digest
+from megatron_hexi.plan.recompute import spell_recompute
 from megatron_hexi.plan.terms import join_kernels
 from megatron_hexi.plan.units import domain_rows, expert_domains, rank_gpus
 from megatron_hexi.report.estimate import phases_line, spell_throughput

@@ -12,9 +12,9 @@ from rich.text import Text
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import IterationCost, RankCost
 from megatron_hexi.models import Job
-from megatron_hexi.models.job import layers_again, recompute_mode, spell_recompute
 from megatron_hexi.plan import Group, Member, Plan, Replica, Stage
-from megatron_hexi.plan.terms import Offload, Order, Recompute
+from megatron_hexi.plan.recompute import Again, Recompute, of_layer, spell_recompute
+from megatron_hexi.plan.terms import Offload, Order
 from megatron_hexi.plan.units import domain_rows
 from megatron_hexi.report.unit_summary import spell_ministages
 from megatron_hexi.spelling import first_few, spell_numbers
@@ -228,10 +228,10 @@ def spell_recomputed(plan: Plan, job: Job) -> str:
     for row in rows:
         if row.number or row.layers is None:
             continue  # the first domain stands for its stage
-        recompute = job.recompute if row.recompute is None else row.recompute
-        again = layers_again(row.layers[1] - row.layers[0], recompute, job.virtual_stages)
+        recompute = row.recompute or job.recompute
+        again = Again.of(recompute).layers(row.layers[1] - row.layers[0], job.virtual_stages)
         if again:
-            mode = spell_recompute(recompute_mode(recompute))
+            mode = spell_recompute(of_layer(recompute))
             counts[mode] = counts.get(mode, 0) + again
     layers = job.model.layers * len(plan.replicas)
     if list(counts.values()) == [layers]:

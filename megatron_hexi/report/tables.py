@@ -13,8 +13,8 @@ from rich.text import Text
 
 from megatron_hexi.cluster import Curve, Device
 from megatron_hexi.models import Model
-from megatron_hexi.models.job import spell_recompute
 from megatron_hexi.plan import Estimate, JobTerms, Plan, Provenance, Traffic, Workload
+from megatron_hexi.plan.recompute import spell_recompute
 from megatron_hexi.report.unit_summary import UnitSummary
 from megatron_hexi.spelling import spell_bytes, spell_range, spell_runs
 

@@ -14,8 +14,8 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Timing
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.models import Job
-from megatron_hexi.models.job import spell_recompute
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.recompute import spell_recompute
 from megatron_hexi.plan.units import DomainRow, domain_rows, rank_gpus
 from megatron_hexi.planner.features import forbidden_by, means_of
 from megatron_hexi.report.planned import layout_line

@@ -7,7 +7,8 @@ from typing import Literal
 
 from megatron_hexi.plan import Plan, Traffic, attention_traffic, build_schedule
 from megatron_hexi.plan.model import Range
-from megatron_hexi.plan.terms import Offload, Order, Recompute
+from megatron_hexi.plan.recompute import Recompute
+from megatron_hexi.plan.terms import Offload, Order
 from megatron_hexi.plan.units import Unit, unit_rows
 
 #: Traffic is counted for one sequence in bf16.

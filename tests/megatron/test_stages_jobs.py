@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.plan.recompute import Recompute
 from tests.megatron.checkpoint_contents import differences, optimizer_of, tensors_of
 from tests.megatron.conftest import job, skip_what_is_not_there
 from tests.megatron.forked import ENTRY

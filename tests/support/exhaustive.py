@@ -11,7 +11,6 @@ import itertools
 import math
 from dataclasses import replace
 
-from megatron_hexi.models.job import recompute_mode
 from megatron_hexi.planner.expert_placement import expert_rules
 from megatron_hexi.planner.joint.assembly import Assembly
 from megatron_hexi.planner.joint.layer_times import LayerTimer
@@ -89,9 +88,7 @@ class Exhaustive:
             global_batch_size=micro_batch_size,
             recompute="selective",
         )
-        self.timer = LayerTimer(
-            job, cluster, widths, request.experts, tuple(map(recompute_mode, offered(request)))
-        )
+        self.timer = LayerTimer(job, cluster, widths, request.experts, offered(request))
         self.pools = self.timer.pools
         self.search = PipelineSearch(request, StageTables(request, self.timer, self.pools))
         self.assembly = Assembly(request, self.timer, self.search, self.pools)

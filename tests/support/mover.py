@@ -15,7 +15,7 @@ from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Group, Plan, Replica, Stage, validate_plan
-from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.plan.recompute import Recompute
 
 #: Parts of the members' mean tokens that move between two members at once.
 PARTS = (0.1, 0.01)

@@ -18,9 +18,9 @@ import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, ceiling_tokens_per_s
-from megatron_hexi.models import RECOMPUTES, Job
+from megatron_hexi.models import Job
 from megatron_hexi.plan import Domain, Group, JobTerms, Member, Plan, Replica, Stage
-from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.plan.recompute import RECOMPUTES, Recompute
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.joint import Candidate

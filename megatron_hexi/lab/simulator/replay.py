@@ -170,11 +170,8 @@ def replay_layers(
     ]
     job = sections[0].job
     if layers is None:
-        attends_again, routes_again = (
-            job.mode == "full" or name in job.modules for name in ("core_attn", "moe")
-        )
-        messages = sum(work.layer.messages(attends_again) for work in works)
-        messages += sum(2 * len(sent.messages.src) * (2 + routes_again) for sent in traffic)
+        messages = sum(work.layer.messages("core_attn" in job.again) for work in works)
+        messages += sum(2 * len(sent.messages.src) * (2 + ("moe" in job.again)) for sent in traffic)
         layers = min(*counts, max(LEAST_LAYERS, MOST_MESSAGES // max(1, messages)))
     # The loss follows the model's last layer.
     has_logits = kind == job.model.kind_of_layers[-1] and any(
@@ -204,11 +201,8 @@ def layer_passes(layers: int, most: int, job: Job, has_logits: bool) -> list[Lay
     if has_logits:
         laps.append(LayerPass("logits", layers - 1))
     for layer in reversed(range(most - layers, most)):
-        if job.mode == "full":
-            laps.append(LayerPass("again", layer))
-        elif job.modules:
-            attends, routes = "core_attn" in job.modules, "moe" in job.modules
-            laps.append(LayerPass("again", layer, whole=False, attends=attends, routes=routes))
+        if job.again:
+            laps.append(LayerPass("again", layer, job.again))
         laps.append(LayerPass("backward", layer))
     return laps
 

@@ -111,7 +111,7 @@ def _meetings(timing: Timing) -> Iterator[tuple[int, list[int]]]:
     for kind, job in enumerate(sections[0].job.kinds):
         together: dict[object, list[int]] = {}
         for number, section in enumerate(sections):
-            key = number if job.model.experts is None else (section.number, section.job.mode)
+            key = number if job.model.experts is None else (section.number, section.job.recompute)
             together.setdefault(key, []).append(number)
         for own in together.values():
             if any(_has_kind(sections[number], kind) for number in own):

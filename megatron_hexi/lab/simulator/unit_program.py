@@ -16,6 +16,7 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.lab.simulator.routes import Routes
 from megatron_hexi.lab.simulator.work import ExpertTraffic, LayerWork, Messages
 from megatron_hexi.plan import program as attention
+from megatron_hexi.plan.recompute import Again
 
 Way = Literal["forward", "logits", "again", "backward"]
 
@@ -32,16 +33,12 @@ class LayerPass(NamedTuple):
 
     Args:
         layer: number of the layer; of the last layer for logits.
-        whole: whether it is all of the layer's work; else it is modules that are computed again.
-        attends: whether core attention is part of it.
-        routes: whether rows travel to experts and back.
+        work: the layer's work, all of it or some modules.
     """
 
     way: Way
     layer: int
-    whole: bool = True
-    attends: bool = True
-    routes: bool = True
+    work: Again = Again(is_whole=True)
 
 
 @dataclass(eq=False, slots=True)
@@ -177,7 +174,7 @@ class _Builder:
         """Add a layer pass, or the logits."""
         there: list[_Batches] = []
         back: list[_Batches] = []
-        if lap.routes and lap.way != "logits":
+        if "moe" in lap.work and lap.way != "logits":
             there = [self._expert_batches(number, TO_EXPERTS, sent) for sent in self._traffic]
             back = [
                 self._expert_batches(number, FROM_EXPERTS, sent.reversed) for sent in reversed(self._traffic)
@@ -201,9 +198,9 @@ class _Builder:
         from_experts: Sequence[_Batches],
     ) -> None:
         work, way = section.layer, int(lap.way == "backward")
-        mixes = lap.whole or (lap.attends and work.attends)
+        mixes = lap.work.is_whole or ("core_attn" in lap.work and work.attends)
         token, sums, experts = work.token[way], work.sums, work.experts[way]
-        if not lap.whole:
+        if not lap.work.is_whole:
             token, sums, experts = work.again.token, work.again.tensor_parallel, work.again.experts
         sets = {
             batch: self._attention_batches(number, batch, sent, section, first)

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 from megatron_hexi.kinds.states import hybrid_layers
 from megatron_hexi.mesh import Mesh, job_experts
-from megatron_hexi.options.job_terms import recompute_settings, vocabulary_step
+from megatron_hexi.options.job_terms import vocabulary_step
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.flags import argument_name
+from megatron_hexi.plan.recompute import recompute_settings
 from megatron_hexi.plan.units import Unit
 
 
@@ -70,8 +71,7 @@ def _set_view(args: Namespace, plan: Plan, unit: Unit) -> None:
         cells[0], cells[-1] = f"E{cells[0]}", f"{cells[-1]}{heads}L"
         args.pipeline_model_parallel_layout = "|".join(cells)
     args.make_vocab_size_divisible_by = vocabulary_step(plan, args.make_vocab_size_divisible_by) // width
-    recompute = plan.job.recompute if unit.recompute is None else unit.recompute
-    if recompute is not None:
+    if recompute := unit.recompute or plan.job.recompute:
         for flag, value in recompute_settings(recompute).items():
             setattr(args, argument_name(flag), value)
     # Ranks that hold the same weights are not one group here, so they cannot share the writing.

@@ -30,8 +30,8 @@ from megatron_hexi.cost.memory import GIB, Holdings, owned_params, part_memory, 
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.models import Job
-from megatron_hexi.models.job import spell_recompute
 from megatron_hexi.plan import JobTerms, Plan, Replica, Stage
+from megatron_hexi.plan.recompute import spell_recompute
 from megatron_hexi.planner.expert_placement import spread_experts
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.layout import Layout, build_plan, units_by_rank
@@ -182,7 +182,7 @@ class Floor:
         queries = job.micro_batch_size * self._totals * share
         for kind, held, (forward, both) in zip(job.kinds, part.of_kinds(job.model), self._token, strict=True):
             layers, again = (np.reshape(count, (-1, 1)) for count in held)
-            token = token + layers * both + again * (kind.mode == "full") * forward
+            token = token + layers * both + again * kind.again.is_whole * forward
             once, twice = (
                 np.array([attention_seconds(own, each, True) for own in self._speeds])[self._device]
                 / sum(each.model.layers_run)

@@ -26,7 +26,7 @@ from megatron_hexi.cost import CostModel, ceiling_tokens_per_s
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import Job
 from megatron_hexi.plan.layout import apportion
-from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.plan.recompute import Recompute
 from megatron_hexi.planner.baselines.flags import FlagLayout
 from megatron_hexi.planner.baselines.rules import consecutive, divisors
 from megatron_hexi.planner.fleet.units import stages_in_turn

@@ -13,10 +13,10 @@ from functools import cache, partial
 
 from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.model_part import ModelPart
-from megatron_hexi.models.job import layers_again, recompute_mode
 from megatron_hexi.plan import Exchange, Plan, Replica
 from megatron_hexi.plan import Stage as PlanStage
 from megatron_hexi.plan.proportion import worthwhile_parts
+from megatron_hexi.plan.recompute import Again, of_layer
 from megatron_hexi.planner.expert_placement import placement
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.layer_times import LayerTimer
@@ -122,7 +122,7 @@ class Assembly:
         """
         part = ModelPart(
             layers=stage.layers,
-            again=layers_again(stage.layers, stage.recompute),
+            again=Again.of(stage.recompute).layers(stage.layers),
             is_first=place.is_first,
             is_last=place.is_last,
             ahead=place.stages - place.stage,
@@ -130,7 +130,7 @@ class Assembly:
         )
         job = replace(
             fleet.job,
-            recompute=recompute_mode(stage.recompute),
+            recompute=of_layer(stage.recompute),
             global_batch_size=micro_batches * fleet.job.micro_batch_size,
         )
         shards = len(fleet.units) * replicas

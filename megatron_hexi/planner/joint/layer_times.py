@@ -27,7 +27,7 @@ from megatron_hexi.cost.recomputed import work_again
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import free_network
 from megatron_hexi.models import Job
-from megatron_hexi.models.job import RecomputeMode
+from megatron_hexi.plan.recompute import Recompute
 from megatron_hexi.planner.expert_placement import ExpertRule, placement
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
@@ -70,7 +70,7 @@ class LayerTimer:
         cluster: Cluster,
         widths: Sequence[int],
         experts: ExpertRule,
-        modes: tuple[RecomputeMode, ...],
+        modes: tuple[Recompute, ...],
         known: KnownStages | None = None,
     ) -> None:
         self.experts, self.offered, self.known = experts, modes, known or KnownStages()
@@ -196,7 +196,7 @@ class LayerTimer:
         mean = partial(stage.mean, counts=counts)
         kinds = {id(layer): kind for layer, kind in zip(stage.kinds, section.job.kinds, strict=True)}
 
-        def added(mode: RecomputeMode) -> float:
+        def added(mode: Recompute) -> float:
             return mean(lambda layer: _added(layer, replace(kinds[id(layer)], recompute=mode), section))
 
         def most(values: Floats) -> Floats:
@@ -290,15 +290,15 @@ def _layer_seconds(trial: Trial) -> float:
 
 def _added(layer: Layer, job: Job, section: Section) -> float:
     """Return the seconds that recomputation by the job, of layers of one kind, adds to a layer."""
-    if job.mode == "full":
+    if job.again.is_whole:
         return float(layer.forward.finish.max())
-    if not job.modules:
+    if not job.again:
         return 0.0
     assert layer.again is not None, "core attention is timed again"
     stage, part_sums = section.placement.stage, layer.forward.tensor_parallel / len(job.model.parts)
     rows = computed_rows(job, section.arrays.tokens.astype(float), stage.in_fp8)
     work = sum(work_again(job, stage, rows, part_sums, layer.experts), np.zeros(len(rows)))
-    return float(work.max()) + ("core_attn" in job.modules) * float(layer.again.finish.max())
+    return float(work.max()) + ("core_attn" in job.again) * float(layer.again.finish.max())
 
 
 def _spread_sizes(fleet: Fleet, best: Trial, heads: int) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.period import period_s
-from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.plan.recompute import Recompute
 from megatron_hexi.planner.joint.pools import StageShape
 
 #: The most rounds in which a layer may move between every pair of stages.

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.models import Job
-from megatron_hexi.models.job import recompute_mode
+from megatron_hexi.plan.recompute import of_layer
 from megatron_hexi.planner.expert_placement import ExpertRule
 from megatron_hexi.planner.features import is_allowed
 from megatron_hexi.planner.joint.joint_search import JointSearch
@@ -83,6 +83,6 @@ class JointSearches:
         key = *alike, request.experts
         if key not in self._timers:
             known = self._known.setdefault(alike, KnownStages())
-            modes = tuple(dict.fromkeys(("none", *map(recompute_mode, offered(request)), "full")))
+            modes = tuple(dict.fromkeys(("none", *map(of_layer, offered(request)), "full")))
             self._timers[key] = LayerTimer(job, cluster, widths, request.experts, modes, known)
         return self._timers[key]

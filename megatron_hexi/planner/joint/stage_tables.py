@@ -21,7 +21,7 @@ from megatron_hexi.cost.arrays import Counts, Floats, Ints
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, owned_params, part_params, static_memory
 from megatron_hexi.cost.model_part import KindLayers, ModelPart
 from megatron_hexi.models import Job
-from megatron_hexi.models.job import layers_again, recompute_mode
+from megatron_hexi.plan.recompute import Again, of_layer
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pools import Pools, StageShape, is_exact
 from megatron_hexi.planner.joint.stage_times import LayerTimes, Table
@@ -166,8 +166,8 @@ class StageTables:
         """
         layers = np.arange(1, self.layers + 1)
         if self._fixed is not None:
-            again = [layers_again(number, self._fixed) for number in layers.tolist()]
-            yield self.timer.offered.index(recompute_mode(self._fixed)), np.array(again)
+            again = np.array([Again.of(self._fixed).layers(number) for number in layers.tolist()])
+            yield self.timer.offered.index(of_layer(self._fixed)), again
             return
         full = len(self.timer.offered) - 1
         yield 0, 0 * layers

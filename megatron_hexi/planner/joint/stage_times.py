@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.mesh import Way
-from megatron_hexi.models.job import RecomputeMode
-from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.plan.recompute import Recompute
 from megatron_hexi.planner.fleet.units import Pattern
 from megatron_hexi.planner.joint.pipes import Pipe
 from megatron_hexi.planner.layouts.layout import Layout
@@ -84,7 +83,7 @@ class Table(NamedTuple):
 
     seconds: Floats
     modes: Ints
-    offered: tuple[RecomputeMode, ...]
+    offered: tuple[Recompute, ...]
 
     def recompute(self, layers: int) -> Recompute:
         """Return the recomputation of a stage with this many layers."""

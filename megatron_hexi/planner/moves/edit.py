@@ -10,7 +10,8 @@ from typing import NamedTuple
 from megatron_hexi.cluster import Cluster, cluster_digest
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Member, Plan, Replica, Stage
-from megatron_hexi.plan.terms import Offload, Recompute
+from megatron_hexi.plan.recompute import Recompute
+from megatron_hexi.plan.terms import Offload
 from megatron_hexi.plan.units import domain_rows, rank_gpus
 
 #: A stage of a plan: numbers of its replica, and of the stage in it.

@@ -16,9 +16,8 @@ from megatron_hexi.cost import Timing
 from megatron_hexi.cost.once import iteration_phases
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.models import Job
-from megatron_hexi.models.job import layers_again
 from megatron_hexi.plan import Plan, Stage
-from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.plan.recompute import Again, Recompute
 from megatron_hexi.planner.layouts.trial import Candidate
 from megatron_hexi.planner.moves.climb import Move
 from megatron_hexi.planner.moves.edit import Place, stages_of, with_stages, written_out
@@ -63,12 +62,11 @@ def recompute_moves(base: Candidate) -> Iterator[Move]:
     least = _LeastOrder(plan, job, base.timing)
     fewer: dict[int, dict[Place, Stage]] = {}
     for place, stage in stages_of(plan):
-        again = 0 if stage.recompute is None else layers_again(sum(stage.ministage_sizes), stage.recompute)
-        for step in _FEWER if again else ():
-            if stage.recompute == "selective" or isinstance(stage.recompute, tuple):
-                fewer.setdefault(step, {})[place] = replace(stage, recompute="none")
-            elif again >= step:
-                mode: Recompute = again - step if again > step else "none"
+        own = Again.of(stage.recompute)
+        again = own.layers(sum(stage.ministage_sizes))
+        for step in _FEWER:
+            if again >= step or own.modules:
+                mode: Recompute = again - step if own.is_whole and again > step else "none"
                 fewer.setdefault(step, {})[place] = replace(stage, recompute=mode)
     for stages in fewer.values():
         yield from (least.move({place: stage}) for place, stage in stages.items())
@@ -126,7 +124,7 @@ class _LeastOrder:
         section, layers = self._timing.sections[number], stage.layers
         assert layers is not None, "only plans with layers in each stage have moves of them"
         count = layers[1] - layers[0]
-        again = layers_again(count, self._job.recompute if stage.recompute is None else stage.recompute)
+        again = Again.of(stage.recompute or self._job.recompute).layers(count)
         here = np.arange(len(section.replicas)) == domain
         parts = replace(
             section.parts,

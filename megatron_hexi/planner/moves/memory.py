@@ -17,7 +17,8 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Timing
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Member, Plan, Replica
-from megatron_hexi.plan.terms import Order, Recompute
+from megatron_hexi.plan.recompute import Again, Recompute
+from megatron_hexi.plan.terms import Order
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.layouts.trial import Candidate
 from megatron_hexi.planner.moves.climb import Family, Move
@@ -82,11 +83,7 @@ class MemoryMoves:
         places = dict(stages_of(base.plan))
         if on_host:
             full = base.timing.stage_fullness
-            short = [
-                place
-                for place, stage in places.items()
-                if full[place] > 1 or stage.recompute not in (None, "none")
-            ]
+            short = [place for place, stage in places.items() if full[place] > 1 or Again.of(stage.recompute)]
             whole = tuple(MemoryOption(mode, ("optimizer",)) for mode in self._modes)
             yield from self._move(
                 base.job, base.plan, least_seconds(base.timing), [dict.fromkeys(short, whole)]
@@ -179,7 +176,7 @@ def _with_state(base: _Whole) -> Plan:
 
 def recomputes(plan: Plan) -> bool:
     """Return whether some stage recomputes."""
-    return any(stage.recompute not in (None, "none") for _, stage in stages_of(plan))
+    return any(Again.of(stage.recompute) for _, stage in stages_of(plan))
 
 
 def least_seconds(timing: Timing, cuts: float = 1, *, in_turn: bool = False) -> float:
@@ -199,7 +196,7 @@ def least_seconds(timing: Timing, cuts: float = 1, *, in_turn: bool = False) -> 
         parts, units = section.parts, section.arrays.unit_replica
         turns = section.turns(timing.micro_batches)
         shares = np.where(parts.layers > 0, parts.again / np.maximum(parts.layers, 1), 0.0)
-        again = shares if section.job.mode != "none" else 0.0 * shares
+        again = shares if section.job.again else 0.0 * shares
         for domain, (replica, phases, forward_s, is_last, share) in enumerate(
             zip(
                 section.replicas.tolist(),

@@ -14,8 +14,8 @@ from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import CostModel, ceiling_tokens_per_s
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.models import Job
-from megatron_hexi.models.job import layers_again, recompute_mode
 from megatron_hexi.plan import Domain, Plan, Stage, assign_micro_batches
+from megatron_hexi.plan.recompute import Again, of_layer
 from megatron_hexi.plan.units import DomainRow, domain_rows, rank_gpus, unit_rows
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, FleetUnit, UnitKind
@@ -187,16 +187,16 @@ def _fleet(row: DomainRow, plan: Plan, micro_batches: int, job: Job, cluster: Cl
     if row.layers is not None:
         first, stop = row.layers
         samples = row.samples[1] - row.samples[0]
-        recompute = job.recompute if row.recompute is None else row.recompute
+        recompute = row.recompute or job.recompute
         part = ModelPart(
             layers=stop - first,
-            again=layers_again(stop - first, recompute),
+            again=Again.of(recompute).layers(stop - first),
             is_first=row.stage == 0,
             is_last=row.is_last,
             ahead=row.depth - row.stage,
             ranges=((first, stop),),
         )
-        job = replace(job, tensor_parallel=row.width, recompute=recompute_mode(recompute))
+        job = replace(job, tensor_parallel=row.width, recompute=of_layer(recompute))
     job = replace(job, micro_batch_size=samples, global_batch_size=micro_batches * samples)
     gpus = rank_gpus(plan, len(cluster.ranks))
     devices: dict[tuple[int, ...], tuple[int, tuple[Device, ...]]] = {}

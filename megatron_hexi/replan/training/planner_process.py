@@ -11,8 +11,8 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_hexi.megatron.session import Session
-from megatron_hexi.options.job_terms import stated_recompute
 from megatron_hexi.options.layer_features import model_features, query_size
+from megatron_hexi.plan.recompute import stated_recompute
 
 
 class PlannerConnection:

@@ -112,8 +112,8 @@ def test_every_row_that_goes_to_an_expert_comes_back(seed, ranks):
     timing = CostModel(job, known).timing(plan)
     for stage in {section.number for section in timing.sections}:
         own = [number for number, section in enumerate(timing.sections) if section.number == stage]
-        for mode in {timing.sections[number].job.mode for number in own}:
-            alike = [number for number in own if timing.sections[number].job.mode == mode]
+        for mode in {timing.sections[number].job.recompute for number in own}:
+            alike = [number for number in own if timing.sections[number].job.recompute == mode]
             if not any(np.any(timing.sections[one].parts.of_kinds(MIXED)[1].layers) for one in alike):
                 continue
             placed = {number: held for number in alike if (held := timing.experts[number]) is not None}
@@ -149,7 +149,7 @@ def test_every_row_that_goes_to_an_expert_comes_back(seed, ranks):
                         expected[unit] += (domain_rows[unit] - rows[unit]) * count
                 element = 2 * 512 * job.element_bytes / EXPERTS
                 for lap, one in enumerate(whole.laps):
-                    goes = one.whole and one.way != "logits"
+                    goes = one.work.is_whole and one.way != "logits"
                     assert sent[lap, replay.units] == pytest.approx(element * expected * goes)
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.errors import ClusterError, HexiError
 from megatron_hexi.kinds import Latent, Window
-from megatron_hexi.models import RECOMPUTES, Documents, Job, presets
-from megatron_hexi.models.job import spell_recompute
+from megatron_hexi.models import Documents, Job, presets
 from megatron_hexi.plan import validate_plan
+from megatron_hexi.plan.recompute import RECOMPUTES, spell_recompute
 from megatron_hexi.planner import Request
 from megatron_hexi.planner.baselines import find_baselines, find_faster
 from megatron_hexi.planner.baselines.flags import FlagLayout, Floor
