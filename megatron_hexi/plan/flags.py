@@ -34,12 +34,13 @@ def spell_flag(field: str, value: Any) -> str:
     """Return a field and its value as command-line text, such as ``--micro-batch-size 4``.
 
     Args:
-        value: value of the field; ``True`` gives a flag, ``False`` the opposite flag.
+        value: value of the field; ``True`` gives a flag, ``False`` the opposite flag, a tuple its items with
+            commas.
     """
     flag = flag_name(field)
     if isinstance(value, bool):
         return flag if value else flag.replace("--", "--no-", 1)
-    return f"{flag} {value}"
+    return f"{flag} {','.join(value) if isinstance(value, tuple) else value}"
 
 
 def flag_name(field: str) -> str:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from megatron_hexi.cost.layer_bytes import separate_norms
 from megatron_hexi.models import Job
 from megatron_hexi.plan.recompute import Module, Recompute
 from megatron_hexi.planner.request import Request
 
 
-def offered(request: Request) -> tuple[Recompute, ...]:
-    """Return what stages may compute again in each layer, each with fewer bytes kept than the one before."""
-    return (request.job.recompute,) if "recompute" in request.fixed else _worthwhile(request.job)
+def offered(request: Request, job: Job) -> tuple[Recompute, ...]:
+    """Return what stages may compute again in each layer, each with fewer bytes kept than the one before.
 
+    Nothing, modules that mostly move bytes, these with MLPs and experts, and whole layers. The second set
+    leaves out attention and its projections, whose seconds grow with the context. Core attention alone is not
+    among them: it made no plan faster.
 
-@lru_cache(maxsize=64)
-def _worthwhile(job: Job) -> tuple[Recompute, ...]:
-    """Return nothing, modules that mostly move bytes, these with MLPs and experts, and whole layers.
-
-    The second set leaves out attention and its projections, whose seconds grow with the context. Core
-    attention alone is not among them: it made no plan faster.
+    Args:
+        request: the job, with the terms that are fixed.
+        job: the request's, or a plan's: it says whether latent columns travel.
     """
+    if "recompute" in request.fixed:
+        return (request.job.recompute,)
     scales_once = job.precision == "fp8" and job.fp8_recipe == "delayed"  # by values that are cast once
     has_experts = any(kind.model.routed for kind in job.kinds)
     has_mlps = any(

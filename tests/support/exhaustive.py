@@ -88,7 +88,7 @@ class Exhaustive:
             global_batch_size=micro_batch_size,
             recompute="selective",
         )
-        self.timer = LayerTimer(job, cluster, widths, request.experts, offered(request))
+        self.timer = LayerTimer(job, cluster, widths, request.experts, offered(request, job))
         self.pools = self.timer.pools
         self.search = PipelineSearch(request, StageTables(request, self.timer, self.pools))
         self.assembly = Assembly(request, self.timer, self.search, self.pools)

@@ -168,7 +168,7 @@ def _entrants(
 ) -> Iterator[Entrant]:
     """Yield the layouts on each fleet that may be fast enough, in so many chunks, with each recomputation."""
     fixed = _fixed_replicas(request)
-    modes = offered(request)
+    modes = offered(request, request.job)
     for fleet, names in fleets:
         job = fleet.job
         if job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s >= faster_than:

@@ -209,7 +209,7 @@ def best_uneven(request: Request, cluster: Cluster, faster_than: float = inf) ->
     """Return the fastest uneven pipeline that fits and is fast enough, and how many layouts were timed."""
     if (request.virtual_stages or 1) > 1:
         return None, 0
-    modes = offered(request)
+    modes = offered(request, request.job)
     model, best, trials = cache(partial(CostModel, cluster=cluster)), None, 0
     most = _TIMED if len(cluster.ranks) <= _FEW_GPUS else _TIMED_OF_MANY
     try:

@@ -83,6 +83,6 @@ class JointSearches:
         key = *alike, request.experts
         if key not in self._timers:
             known = self._known.setdefault(alike, KnownStages())
-            modes = tuple(dict.fromkeys(("none", *map(of_layer, offered(request)), "full")))
+            modes = tuple(dict.fromkeys(("none", *map(of_layer, offered(request, request.job)), "full")))
             self._timers[key] = LayerTimer(job, cluster, widths, request.experts, modes, known)
         return self._timers[key]

@@ -7,7 +7,7 @@ first, and each stage takes the first with which it has room.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -39,11 +39,16 @@ _FAR_INTERLEAVED: Final = 1.06
 
 
 class _Whole(NamedTuple):
-    """A plan with layers in each stage, all of which run whole, and its timing."""
+    """A plan with layers in each stage, all of which run whole, and its timing.
+
+    Args:
+        modes: what stages in ministages may recompute: no number of layers.
+    """
 
     plan: Plan
     job: Job
     timing: Timing
+    modes: Sequence[Recompute]
 
 
 class MemoryMoves:
@@ -55,8 +60,6 @@ class MemoryMoves:
 
     def __init__(self, request: Request, cluster: Cluster) -> None:
         self._request, self._cluster = request, cluster
-        #: What stages in ministages may recompute: no number of layers.
-        self._modes = [mode for mode in offered(request) if not isinstance(mode, int)]
 
     def __call__(self, base: Candidate) -> Iterator[Move]:
         """Yield the plan with offload, with ministages in turn or interleaved, with other shares of state."""
@@ -65,9 +68,10 @@ class MemoryMoves:
         if base.plan.has_ministages:
             return
         plan, job = written_out(base.plan, base.job, base.timing.micro_batches.tolist())
-        whole = _Whole(plan, job, base.timing)
+        modes = [mode for mode in offered(self._request, job) if not isinstance(mode, int)]
+        whole = _Whole(plan, job, base.timing, modes)
         is_short = not base.fits or recomputes(plan)
-        if is_short or base.timing.phases.bubble > _WORTH_IT * base.iteration_s:
+        if modes and (is_short or base.timing.phases.bubble > _WORTH_IT * base.iteration_s):
             yield from self._saving(whole)
         if self._request.may_interleave:
             yield from self._interleaved(whole)
@@ -84,33 +88,19 @@ class MemoryMoves:
         if on_host:
             full = base.timing.stage_fullness
             short = [place for place, stage in places.items() if full[place] > 1 or Again.of(stage.recompute)]
-            whole = tuple(MemoryOption(mode, ("optimizer",)) for mode in self._modes)
-            yield from self._move(
-                base.job, base.plan, least_seconds(base.timing), [dict.fromkeys(short, whole)]
-            )
+            whole = tuple(MemoryOption(mode, ("optimizer",)) for mode in base.modes)
+            ladders: list[dict[Place, Sequence[MemoryOption]]] = [dict.fromkeys(short, whole)]
+            yield Move((0.0, least_seconds(base.timing)), base.plan, base.job, ladders)
         if not self._request.rules.allow("ministages"):
             return
         least = min(sum(stage.ministage_sizes) for stage in places.values())
         family = Family("ministages", far=_FAR_IN_TURN)
         for count in sorted({count for count in (*_IN_TURN, least) if 1 < count <= least}):
             plan = replace(base.plan, replicas=tuple(_cut(own, count, None) for own in base.plan.replicas))
-            options = tuple(map(MemoryOption, self._modes)), _offloaded(self._modes)
+            options = tuple(map(MemoryOption, base.modes)), _offloaded(base.modes)
             ladders = [dict.fromkeys(places, some) for some in options[: 1 + on_host]]
-            yield from self._move(
-                base.job, plan, least_seconds(base.timing, count, in_turn=True), ladders, family
-            )
-
-    def _move(
-        self,
-        job: Job,
-        plan: Plan,
-        least_s: float,
-        ladders: Sequence[Mapping[Place, Sequence[MemoryOption]]],
-        family: Family | None = None,
-    ) -> Iterator[Move]:
-        """Yield the plan with options for some stages, if there are any."""
-        if self._modes:
-            yield Move((0.0, least_s), plan, job, ladders, family)
+            least_s = least_seconds(base.timing, count, in_turn=True)
+            yield Move((0.0, least_s), plan, base.job, ladders, family)
 
     def _interleaved(self, base: _Whole) -> Iterator[Move]:
         """Yield the plan with stages cut into interleaved ministages, which keep more activations.
@@ -127,18 +117,19 @@ class MemoryMoves:
                     continue
                 replicas.append(_cut(replica, own, "interleaved"))
                 for s, stage in enumerate(replica.stages):
-                    modes = self._from(stage.recompute)
+                    modes = _from(base.modes, stage.recompute)
                     steps[number, s] = [MemoryOption(one, stage.offload or ()) for one in modes]
             if steps:
                 plan, least = replace(base.plan, replicas=tuple(replicas)), least_seconds(base.timing, count)
                 yield Move((0.0, least), plan, base.job, [steps], family)
 
-    def _from(self, recompute: Recompute | None) -> Sequence[Recompute]:
-        """Return what a stage that recomputes so may recompute in ministages: as much, or more."""
-        mode = recompute or "none"
-        if isinstance(mode, int):
-            return self._modes[1:]
-        return self._modes[self._modes.index(mode) :] if mode in self._modes else (mode, *self._modes[1:])
+
+def _from(modes: Sequence[Recompute], recompute: Recompute | None) -> Sequence[Recompute]:
+    """Return which modes a stage that recomputes so may have in ministages: as much, or more."""
+    mode = recompute or "none"
+    if isinstance(mode, int):
+        return modes[1:]
+    return modes[modes.index(mode) :] if mode in modes else (mode, *modes[1:])
 
 
 def _offloaded(modes: Sequence[Recompute]) -> tuple[MemoryOption, ...]:

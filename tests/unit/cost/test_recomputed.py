@@ -74,8 +74,14 @@ def test_types_of_the_optimizer_s_state_are_its_bytes():
     ],
 )
 def test_sets_that_stages_are_offered_are_those_that_the_model_has(job, sets):
-    assert offered(Request(job)) == ("none", *sets, "full")
+    assert offered(Request(job), job) == ("none", *sets, "full")
 
 
 def test_a_set_that_is_fixed_is_alone():
-    assert offered(Request(tiny_job(recompute=3), fixed=frozenset({"recompute"}))) == (3,)
+    job = tiny_job(recompute=3)
+    assert offered(Request(job, fixed=frozenset({"recompute"})), job) == (3,)
+
+
+def test_where_a_plan_sends_latent_columns_they_are_not_made_wide_again():
+    sent = replace(LATENT, latent_exchange=True)
+    assert offered(Request(LATENT), sent) == offered(Request(sent), sent)

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_hexi.plan.flags import argument_name
+from megatron_hexi.plan.flags import argument_name, spell_flag
 from megatron_hexi.plan.recompute import (
     MODULES,
     Again,
@@ -49,3 +49,7 @@ def test_arguments_say_the_setting_of_each_layer(setting):
 def test_core_attention_alone_is_selective_recomputation():
     args = Namespace(recompute_granularity="selective", recompute_modules=["core_attn"])
     assert stated_recompute(args) == "selective"
+
+
+def test_messages_spell_modules_as_the_command_line_takes_them():
+    assert spell_flag("recompute", ("layernorm", "mlp")) == "--recompute-granularity layernorm,mlp"
