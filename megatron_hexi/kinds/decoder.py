@@ -14,9 +14,8 @@ from megatron_hexi.kinds.experts import Experts
 from megatron_hexi.kinds.latent import Latent
 from megatron_hexi.kinds.layer_list import MOST_LAYERS
 from megatron_hexi.kinds.mlp import Mlp
-from megatron_hexi.kinds.part import LayerPart
+from megatron_hexi.kinds.part import LARGEST, LayerPart, built
 from megatron_hexi.kinds.short_conv import ShortConv
-from megatron_hexi.kinds.sizes import LARGEST, built
 from megatron_hexi.kinds.state import State
 from megatron_hexi.kinds.states import STATES, state_of
 from megatron_hexi.kinds.window import ALL_KEYS, Window

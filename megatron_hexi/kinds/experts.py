@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds.layer_list import layers_of, pattern_text
 from megatron_hexi.kinds.mlp import Mlp
-from megatron_hexi.kinds.part import WeightMatrix
-from megatron_hexi.kinds.sizes import check_sizes, freeze_layers
+from megatron_hexi.kinds.part import WeightMatrix, check_sizes, freeze_layers
 
 if TYPE_CHECKING:
     from megatron_hexi.kinds.decoder import Decoder

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds.attention import SoftmaxAttention, head_counts
-from megatron_hexi.kinds.part import Columns, WeightMatrix
-from megatron_hexi.kinds.sizes import check_sizes
+from megatron_hexi.kinds.part import Columns, WeightMatrix, check_sizes
 from megatron_hexi.plan import LatentColumns
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_hexi.kinds.part import Columns, LayerPart, WeightMatrix
-from megatron_hexi.kinds.sizes import check_sizes
+from megatron_hexi.kinds.part import Columns, LayerPart, WeightMatrix, check_sizes
 
 if TYPE_CHECKING:
     from megatron_hexi.kinds.decoder import Decoder

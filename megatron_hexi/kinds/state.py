@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.kinds.part import Columns, LayerPart, WeightMatrix
-from megatron_hexi.kinds.sizes import check_sizes, freeze_layers
+from megatron_hexi.kinds.part import Columns, LayerPart, WeightMatrix, check_sizes, freeze_layers
 from megatron_hexi.plan.flags import argument_name
 
 if TYPE_CHECKING:

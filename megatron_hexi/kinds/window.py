@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_hexi.kinds.layer_list import layers_of, pattern_text
-from megatron_hexi.kinds.sizes import LARGEST, check_sizes, freeze_layers
+from megatron_hexi.kinds.part import LARGEST, check_sizes, freeze_layers
 
 if TYPE_CHECKING:
     from megatron_hexi.kinds.decoder import Decoder

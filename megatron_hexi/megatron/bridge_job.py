@@ -12,12 +12,20 @@ import torch
 from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron.arguments import add_hexi_arguments, order_communication
-from megatron_hexi.megatron.bridge_adapters import refuse_adapters
 from megatron_hexi.megatron.bridge_vision import has_vision, refuse_vision
 from megatron_hexi.megatron.loop_job import HeldJob, LoopJob, hold_loop
 from megatron_hexi.megatron.plan_arguments import refuse_without_plan
+from megatron_hexi.options.kinds import DRAWS
 from megatron_hexi.platform.select import say
 
+#: Adapters that are whole on each rank of a domain, as the weights beside them.
+_ADAPTERS: Final = ("LoRA", "DoRA", "CanonicalLoRA")
+#: Layers of which experts have their own.
+_OF_EXPERTS: Final = ("linear_fc1", "linear_fc1_up", "linear_fc1_gate", "linear_fc2")
+_ADAPTER_SETTINGS: Final = (
+    ("dropout", 0.0, f"{DRAWS}; give 0"),
+    ("a2a_experimental", False, "it exchanges equal parts of a sequence; give False"),
+)
 #: Options of ours that choose how this process starts, not how a plan is carried out.
 _OF_THE_START: Final = ("hexi_plan", "hexi_platform")
 #: Sections that are not asked: the model is given apart, and Bridge states both ends of a constant weight
@@ -159,3 +167,30 @@ def given_options() -> Namespace:
 
 
 _options: Namespace | None = None
+
+
+def refuse_adapters(peft: Any, model: Any) -> None:
+    """Refuse adapters that do not train under a plan.
+
+    Args:
+        peft: Bridge's configuration of adapters; ``None``: all weights are trained.
+        model: the model's configuration.
+
+    Raises:
+        HexiError: a setting is not supported; the message has its value and a remedy.
+    """
+    if peft is None:
+        return
+    kind = type(peft).__name__
+    if kind not in _ADAPTERS:
+        raise HexiError(f"peft {kind}: a plan trains {', '.join(_ADAPTERS)}; give one of them")
+    for name, allowed, remedy in _ADAPTER_SETTINGS:
+        value = getattr(peft, name, allowed)
+        if value != allowed:
+            raise HexiError(f"peft.{name} {value}: {remedy}")
+    targets = [name for name in peft.target_modules or ("*",) if name.endswith(("*", *_OF_EXPERTS))]
+    if model.num_moe_experts is not None and targets:
+        raise HexiError(
+            f"peft.target_modules {targets[0]}: experts hold this layer, whose adapters do not train under a "
+            "plan yet; give target_modules=['linear_qkv', 'linear_proj']"
+        )

@@ -1,4 +1,4 @@
-"""``--hexi-plan``: the plan, read and checked against the job before anything is allocated."""
+"""``--hexi-plan`` and ``--hexi-batch-shares``, checked against the job before anything is allocated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from megatron_hexi.elastic.store import in_round
 from megatron_hexi.elastic.training.round import check_surviving, take_part
 from megatron_hexi.errors import HexiError, PlanError
-from megatron_hexi.megatron.batch_shares import check_batch_shares
+from megatron_hexi.kinds.states import layers_with_state, state_option
 from megatron_hexi.megatron.kernel_choice import choose_kernel
 from megatron_hexi.megatron.loss_scale import scales_losses
 from megatron_hexi.megatron.metrics_interval import set_metrics_interval
@@ -20,7 +20,7 @@ from megatron_hexi.mesh import Mesh
 from megatron_hexi.options.job_terms import keep_vocabulary
 from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.options.plan_job import PER_TOKEN, Held, hold_job, replica_shares
-from megatron_hexi.plan import plan_digest, read_plan
+from megatron_hexi.plan import Plan, plan_digest, read_plan
 from megatron_hexi.plan.terms import Fp8Recipe, fp8_row_multiple
 from megatron_hexi.record import open_record
 from megatron_hexi.replan.arguments import check_replanning
@@ -34,6 +34,8 @@ _NEED_A_PLAN = {
     "hexi_batch_shares": (False, "needs the units of a plan"),
     "hexi_metrics_interval": (None, "measures a run under a plan"),
 }
+
+_SHARES = "--hexi-batch-shares"
 
 
 def take_plan(args: Namespace, given: set[str], device: torch.device) -> Held:
@@ -160,3 +162,39 @@ def check_interleaving(args: Namespace) -> None:
 
 def _dtype(args: Namespace) -> torch.dtype:
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
+
+def check_batch_shares(args: Namespace, plan: Plan) -> None:
+    """Refuse jobs that cannot have different rows in every batch.
+
+    Raises:
+        HexiError: the message has the flag and the remedy.
+    """
+    if not args.hexi_batch_shares:
+        return
+    if not is_packed(args):
+        raise HexiError(
+            f"{_SHARES}: shares out documents, and each sequence of the job is one document; add "
+            f"--dataloader-inter-document-masking or --sft, or leave {_SHARES} out"
+        )
+    if in_round():
+        raise HexiError(
+            f"{_SHARES}: is not supported in elastic jobs: a plan made after a node failure does not say "
+            f"how fast its units are; start with torchrun, or leave {_SHARES} out"
+        )
+    if plan.rates is None:
+        raise HexiError(
+            f"{_SHARES}: {args.hexi_plan} does not say how fast its units are; make a plan with "
+            f"hexi plan --batch-shares, or leave {_SHARES} out"
+        )
+    if args.hexi_replan_interval is not None:
+        raise HexiError(
+            f"{_SHARES}: does not work with --hexi-replan-interval, which reads ranks' speeds from times of "
+            "equal work; leave one of them out"
+        )
+    letters = layers_with_state(args)
+    if letters:
+        raise HexiError(
+            f"{_SHARES}: does not work with {state_option(args)} of layers {letters}: they have the plan's "
+            "heads in every batch; leave one of them out"
+        )

@@ -18,7 +18,6 @@ from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, lower_bound, memory_fits
-from megatron_hexi.planner.cp_sat import SEED
 from megatron_hexi.planner.expert_placement import expert_rules
 from megatron_hexi.planner.features import means_of
 from megatron_hexi.planner.improve import Improvement, best_of_each_kind, first_plan
@@ -33,10 +32,10 @@ from megatron_hexi.planner.precision import (
     with_precision,
     without_fp8,
 )
-from megatron_hexi.planner.request import Request
+from megatron_hexi.planner.request import Request, refuse_untrained
 from megatron_hexi.planner.result import Planned
+from megatron_hexi.planner.search.solver import SEED
 from megatron_hexi.planner.simplest import SIMPLEST, choose
-from megatron_hexi.planner.trainable import refuse_untrained
 
 
 def find_plan(

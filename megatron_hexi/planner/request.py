@@ -1,4 +1,4 @@
-"""A planning request: a job, and the terms that the user fixed."""
+"""A planning request: a job, and the terms that the user fixed; and its check against training."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from megatron_hexi.cluster import ANYTHING, PlannerRules
-from megatron_hexi.errors import HexiError
-from megatron_hexi.models import Job
+from megatron_hexi.errors import HexiError, NoFlagError, raise_all
+from megatron_hexi.models import Job, model_flags
+from megatron_hexi.options.parser import parse_words
+from megatron_hexi.options.refusals import find_refused
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES, ExpertRule
+from megatron_hexi.shell.words import unplaced
 
 #: Terms of a job that the planner chooses where they are not fixed.
 CHOSEN: Final = ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "recompute")
@@ -145,3 +148,21 @@ class Request:
         except HexiError:
             return False
         return True
+
+
+def refuse_untrained(request: Request) -> None:
+    """Refuse a request for layers that training refuses in every plan.
+
+    Raises:
+        HexiError: training refuses the layers, or the tensor-parallel size; with the option and the reason.
+    """
+    model = request.job.model
+    try:
+        flags = model_flags(model, request.job.seq_length)
+    except NoFlagError:
+        return  # no job can be started, and its times may be asked for
+    if any(experts.score_bias for experts in model.routed):  # which Megatron has of sigmoids alone
+        flags += ["--moe-router-score-function", "sigmoid"]
+    words = unplaced(flags)
+    options = find_refused(parse_words(words, model.name).args, "any")
+    raise_all([f"model {model.name}: {option.message}" for option in options])

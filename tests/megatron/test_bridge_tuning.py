@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.megatron.bridge_adapters import refuse_adapters
 from megatron_hexi.megatron.bridge_data import whole_sequences
+from megatron_hexi.megatron.bridge_job import refuse_adapters
 from tests.megatron import bridge_emulated, test_bridge_models
 from tests.megatron.launch import launch
 from tests.megatron.test_bridge_training import HEADER, PLANS, Results, read_results

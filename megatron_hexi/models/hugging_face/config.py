@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds.layer_list import MOST_LAYERS
-from megatron_hexi.kinds.sizes import LARGEST
+from megatron_hexi.kinds.part import LARGEST
 from megatron_hexi.models.hugging_face.fields import (
     HARMLESS_FIELDS,
     NAMES_OF_ONE_FIELD,

@@ -15,10 +15,10 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from megatron_hexi.cost.arrays import Ints
-from megatron_hexi.planner.cp_sat import repeatable_solver
 from megatron_hexi.planner.joint.pools import Counts
 from megatron_hexi.planner.joint.replica_columns import Column
 from megatron_hexi.planner.layouts.deal import assign_in_turn
+from megatron_hexi.planner.search.solver import repeatable_solver
 
 #: The bisection ends when the time is known to this factor.
 _CLOSE = 1.003

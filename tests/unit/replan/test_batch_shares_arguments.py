@@ -10,7 +10,7 @@ import pytest
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import unit_rates
 from megatron_hexi.errors import HexiError, PlanError
-from megatron_hexi.megatron.batch_shares import check_batch_shares
+from megatron_hexi.megatron.plan_arguments import check_batch_shares
 from megatron_hexi.models import Job, read_model
 from megatron_hexi.plan import Domain, Replica, Stage, UnitRates, proportional_plan, validate_plan
 from tests.unit.replan.test_arguments import STAGES, TWO
