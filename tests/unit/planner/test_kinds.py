@@ -8,10 +8,10 @@ from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.kinds import Latent, Window
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.models import Job, Model
-from megatron_hexi.plan import proportional_plan
+from megatron_hexi.plan import Plan, proportional_plan
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.layouts.trial import Candidate
-from megatron_hexi.planner.moves import Climb, layer_moves
+from megatron_hexi.planner.moves import Climb, layer_moves, sample_moves
 from megatron_hexi.report.planned import layer_lines
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import read_text
@@ -85,6 +85,41 @@ def test_a_bound_of_moved_layers_has_all_but_the_gradients_of_the_moved_stages(r
         excess, seconds = move.least
         assert excess <= moved.excess
         assert timing.pipelines[0].phases.total * (1 - 1e-12) <= seconds <= moved.iteration_s * (1 + 1e-12)
+
+
+def test_layers_move_between_stages_in_ministages_that_keep_a_layer_each():
+    nodes = cluster(NODES)
+    job = tiny_job(model=model(8), global_batch_size=4)
+    (replica,) = staged(job, (0, 5, 8)).replicas
+    cut = tuple(dataclasses.replace(stage, ministages=3) for stage in replica.stages)
+    plan = Plan(job.workload(), (dataclasses.replace(replica, stages=cut),))
+    moves = list(layer_moves(Candidate(plan, job, CostModel(job, nodes).timing(plan))))
+    # The last stage's three layers are as few as its ministages; one kind of layer moves by one.
+    assert [[stage.layers for stage in move.plan.stages] for move in moves] == [[(0, 4), (4, 8)]]
+    assert [[stage.ministage_sizes for stage in move.plan.stages] for move in moves] == [
+        [(2, 1, 1), (2, 1, 1)]
+    ]
+
+
+def test_micro_batches_of_stages_of_one_unit_grow():
+    nodes = cluster([("a", "PLAIN", 1), ("b", "DOUBLE", 1)])
+    job = tiny_job(model=model(4), global_batch_size=12, data_parallel=2)
+    plan = proportional_plan(job.workload(), [[[1.0]], [[1.0]]])
+    plan = dataclasses.replace(
+        plan,
+        replicas=tuple(
+            dataclasses.replace(replica, micro_batches=count)
+            for replica, count in zip(plan.replicas, (4, 8), strict=True)
+        ),
+    )
+    moves = list(sample_moves(Candidate(plan, job, CostModel(job, nodes).timing(plan))))
+    counts = [[replica.micro_batches for replica in move.plan.replicas] for move in moves]
+    # Of eight no whole micro-batches are left for the first replica's four samples.
+    assert dict(zip([move.job.micro_batch_size for move in moves], counts, strict=True)) == {
+        2: [2, 4],
+        4: [1, 2],
+    }
+    assert all(len(replica.stages[0].domains) == 1 for move in moves for replica in move.plan.replicas)
 
 
 def test_the_report_names_kinds_of_layers():
