@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from typing import Final
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel
@@ -31,9 +30,9 @@ from megatron_hexi.planner.moves import (
     recomputes,
     sample_moves,
 )
-from megatron_hexi.planner.request import Effort, Request
+from megatron_hexi.planner.request import Request
 
-#: Multiples of the GPUs' memory to plan for, where nothing fits.
+#: Multiples of the GPUs' memory to plan for where nothing fits, or where memory is short.
 _ROOMIER = (2.0, 4.0)
 #: The most plans for GPUs with more memory that are changed: the fastest, and as many of other kinds.
 _STARTS = 3
@@ -44,10 +43,6 @@ _FEW_GPUS = 128
 _OUT_OF_REACH = 1.1
 #: The most layouts that are kept besides the chosen one.
 _MOST_RIVALS = 6
-
-
-#: Multiples of the GPUs' memory to plan for where memory is short, beside a plan that fits.
-_BESIDE: Final[dict[Effort, tuple[float, ...]]] = {"low": (), "normal": (2.0,), "high": (2.0, 4.0)}
 
 #: Properties that layouts of one kind share: replicas, pipeline depths, tensor-parallel sizes, GPUs in use.
 type _Kind = tuple[int, tuple[int, ...], tuple[int, ...], int]
@@ -64,7 +59,7 @@ class Improvement:
 
     def __init__(self, request: Request, cluster: Cluster, memory: float, searches: JointSearches) -> None:
         self._cluster, self._memory, self._searches = cluster, memory, searches
-        self._timings, self._beside = request.most_timings, _BESIDE[request.effort]
+        self._timings = request.most_timings
         roomy = cluster.with_memory_margin(1 - memory)
         kinds: list[Moves] = [ExpertMoves(roomy), MemoryMoves(request, roomy)]
         if request.rules.allow("unequal_stages"):
@@ -107,9 +102,12 @@ class Improvement:
             # As many replicas: where memory is short, more only hold more weights.
             job = replace(request.job, data_parallel=len(plan.plan.replicas))
             alike = replace(request, job=job, fixed=request.fixed | {"data_parallel"})
-            for times in self._beside:
+            for times in _ROOMIER if request.effort != "low" else ():
                 limit = min(faster_than, best.iteration_s)
-                best = self.climbed(self._roomier(times, alike, limit), limit) or best
+                faster = self.climbed(self._roomier(times, alike, limit), limit)
+                if faster is None and request.effort == "normal":
+                    break
+                best = faster or best
         return best
 
     def made_to_fit(self, request: Request, faster_than: float = math.inf) -> Candidate | None:
