@@ -1,4 +1,4 @@
-"""The same experts over two nodes, with rows sent to each of a token's experts, or once to each node."""
+"""Layouts of experts over two nodes: rows are sent to each of a token's experts, or once to each node."""
 
 from __future__ import annotations
 

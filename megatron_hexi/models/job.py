@@ -241,7 +241,7 @@ class Job:
 
     @property
     def again(self) -> Again:
-        """What of the layers the backward pass computes again."""
+        """Modules and layers that the backward pass computes again."""
         return Again.of(self.recompute)
 
     @property

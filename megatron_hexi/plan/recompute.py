@@ -1,4 +1,4 @@
-"""What the backward pass computes again, by the setting `recompute` of a job or of a stage of a plan."""
+"""The setting `recompute` of a job or a stage: which modules and layers the backward pass computes again."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from megatron_hexi.planner.request import Request
 def offered(request: Request, job: Job) -> tuple[Recompute, ...]:
     """Return what stages may compute again in each layer, each with fewer bytes kept than the one before.
 
-    Nothing, modules that mostly move bytes, these with MLPs and experts, and whole layers. The second set
-    leaves out attention and its projections, whose seconds grow with the context. Core attention alone is not
-    among them: it made no plan faster.
+    Nothing, modules that mostly move bytes, these with MLPs and experts, and whole layers. Only the last
+    repeats core attention, whose seconds grow with the context; alone it is no choice, as it made no plan
+    faster.
 
     Args:
         request: the job, with the terms that are fixed.

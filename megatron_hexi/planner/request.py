@@ -1,4 +1,4 @@
-"""A planning request: a job, and the terms that the user fixed; and its check against training."""
+"""A planning request: a job with the terms that the user fixed, and its check against training's rules."""
 
 from __future__ import annotations
 
