@@ -61,6 +61,7 @@ def hold_job(args: Namespace, given: set[str], plan: Plan) -> Held:
     replaced = replace_options(args, kind_of(plan))
     refuse_unsupported(args, kind_of(plan))
     check_precision(args, plan)
+    refuse_patches(args, plan)
     if plan.is_repeated:
         require_repeated(plan, "train by")
     else:
@@ -86,6 +87,16 @@ def check_precision(args: Namespace, plan: Plan) -> None:
         raise PlanError(
             f"{args.hexi_plan}: ranks {list(stated[0].ranks)} have precision: {stated[0].precision}, and the "
             "job is not in fp8; give --fp8-format and --fp8-recipe, or leave precision out of the plan"
+        )
+
+
+def refuse_patches(args: Namespace, plan: Plan) -> None:
+    """Refuse a plan that divides images, which no job does yet."""
+    stated = [member for member in plan.members if member.patches is not None]
+    if stated:
+        raise PlanError(
+            f"{args.hexi_plan}: ranks {list(stated[0].ranks)} have patches: {stated[0].patches}, and the job "
+            "does not divide images; leave patches out of the plan"
         )
 
 

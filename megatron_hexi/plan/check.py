@@ -10,6 +10,7 @@ from megatron_hexi.plan.check_domain import (
     check_domain,
     check_expert_nodes,
     check_experts,
+    check_images,
     check_shares,
 )
 from megatron_hexi.plan.check_ministages import (
@@ -142,6 +143,7 @@ def _check_stage(
     check_shares(plan, replica, stage, place("domains"))
     check_experts(plan.workload, stage, place("domains"))
     check_expert_nodes(plan.workload, stage, place("expert_nodes"))
+    check_images(replica, stage, place("domains"))
 
 
 def _check_batch(plan: Plan, root: PlanPlace) -> None:

@@ -164,6 +164,26 @@ def _check_samples(plan: Plan, stage: Stage, place: PlanPlace) -> None:
         place.refuse(f"take {total} samples of each micro-batch", f"it has {size} (job.micro_batch_size)")
 
 
+def check_images(replica: Replica, stage: Stage, place: PlanPlace) -> None:
+    """Check how the units of a stage divide the images of a micro-batch."""
+    for d, domain in enumerate(stage.domains):
+        for g, group in enumerate(domain.groups):
+            for m, member in enumerate(group.members):
+                here = place(d, "groups", g, "members", m, "patches")
+                if member.patches is None and any(one.patches is not None for one in domain.members):
+                    here.refuse(
+                        "is missing, other units of the domain state it",
+                        "give 0 where a unit encodes no image",
+                    )
+                if member.patches is not None and stage is not replica.stages[0]:
+                    here.refuse(
+                        f"is {member.patches}, in a stage that encodes no images",
+                        "leave it out: the replica's first stage encodes",
+                    )
+        if not any(member.patches != 0 for member in domain.members):
+            place(d).refuse("leaves the images to no unit", "give a unit of the domain patches: 1 or more")
+
+
 def check_experts(workload: Workload, stage: Stage, place: PlanPlace) -> None:
     """Check the experts that the units of a stage hold."""
     places: dict[int, PlanPlace] = {}

@@ -160,7 +160,7 @@ class _PlanDumper(yaml.SafeDumper):
 
 
 #: Fields of the short form.
-_OF_A_UNIT = ("ranks", "state", "experts", "precision")
+_OF_A_UNIT = ("ranks", "state", "experts", "precision", "patches")
 #: Place of the only member in a domain with groups.
 _MEMBER: Place = ("groups", 0, "members", 0)
 

@@ -68,6 +68,9 @@ class Member(Strict):
             Left out: all experts, cut into slices.
         precision: `bf16`: in a job in fp8 the unit computes all products in bf16, as GPUs without fp8 must.
             Left out: as the job says.
+        patches: weight of the unit in the division of a micro-batch's images, by patches; 0: it encodes none.
+            Left out: every unit of the domain encodes all images. Only units of a replica's first stage, which
+            has the encoder, state it.
     """
 
     ranks: Annotated[tuple[Count, ...], Field(min_length=1)]
@@ -76,6 +79,7 @@ class Member(Strict):
     state: Positive = 1
     experts: Annotated[tuple[Range, ...], BeforeValidator(_ranges)] | None = None
     precision: Literal["bf16"] | None = None
+    patches: Count | None = None
 
     @property
     def lead(self) -> int:

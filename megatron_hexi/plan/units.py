@@ -82,6 +82,8 @@ class Unit(DomainRow):
         tokens: tokens of the unit's shard.
         state: weight of the unit in the division of the optimizer's state among units with the same weights.
         precision: `bf16` if the unit computes in bf16 whatever the job says; ``None``: as the job says.
+        patches: weight of the unit in the division of images; ``None``: the unit encodes all, if its stage
+            encodes.
     """
 
     ranks: tuple[int, ...]
@@ -91,6 +93,7 @@ class Unit(DomainRow):
     heads: Range
     state: int
     precision: Literal["bf16"] | None
+    patches: int | None
 
 
 def domain_rows(
@@ -162,6 +165,7 @@ def unit_rows(
             heads=member.heads,
             state=member.state,
             precision=member.precision,
+            patches=member.patches,
         )
         for row in domain_rows(plan, micro_batch_size, stages, layers)
         for number, (group, member) in enumerate(_members(row.domain))

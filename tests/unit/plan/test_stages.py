@@ -35,12 +35,12 @@ replicas:
       - name: ''
         segments: [[0, 20], [44, 64]]
         members:
-        - {ranks: [0, 1], tokens: 25, heads: [0, 3], state: 3}
-        - {ranks: [2, 3], tokens: 15, heads: [3, 4]}
+        - {ranks: [0, 1], tokens: 25, heads: [0, 3], state: 3, patches: 2}
+        - {ranks: [2, 3], tokens: 15, heads: [3, 4], patches: 0}
       - name: ''
         segments: [[20, 44]]
         members:
-        - {ranks: [4, 5], tokens: 24, heads: [0, 4]}
+        - {ranks: [4, 5], tokens: 24, heads: [0, 4], patches: 5}
     layers: [0, 1]
     recompute: full
     exchange: {window: 2}
@@ -52,7 +52,7 @@ replicas:
   micro_batches: 3
 - stages:
   - domains:
-    - {ranks: [9]}
+    - {ranks: [9], patches: 1}
     layers: [0, 6]
   micro_batches: 1
 exchange: {window: 1}
@@ -214,6 +214,17 @@ def test_another_version_is_refused_with_the_line_to_write(line, says, read):
             "precision: fp8\n  fp8_recipe: tensorwise\n",
             "precision: fp16\n",
             ":28: replicas[0].stages[1].domains[1].ranks have precision: bf16, which units state in a job in",
+        ),
+        (
+            "patches: 0",
+            "state: 2",
+            ":18: replicas[0].stages[0].domains[0].groups[0].members[1].patches is missing, other units",
+        ),
+        ("patches: 1", "patches: 0", ":34: replicas[1].stages[0].domains[0] leaves the images to no unit"),
+        (
+            "samples: 3",
+            "samples: 3, patches: 4",
+            ":27: replicas[0].stages[1].domains[0].patches is 4, in a stage that encodes no images; leave",
         ),
         ("fp8_recipe: tensorwise", "fp8_recipe: nvfp4", ":42: job.fp8_recipe = 'nvfp4' is not known"),
     ],
