@@ -69,8 +69,8 @@ class Member(Strict):
         precision: `bf16`: in a job in fp8 the unit computes all products in bf16, as GPUs without fp8 must.
             Left out: as the job says.
         patches: weight of the unit in the division of a micro-batch's images, by patches; 0: it encodes none.
-            Left out: every unit of the domain encodes all images. Only units of a replica's first stage, which
-            has the encoder, state it.
+            Left out: every unit of the domain encodes all images. Units of a replica's first stage, which has
+            the encoder, state it alone.
     """
 
     ranks: Annotated[tuple[Count, ...], Field(min_length=1)]
