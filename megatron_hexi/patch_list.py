@@ -8,6 +8,7 @@ from __future__ import annotations
 from megatron_hexi.elastic.training.copying import COPY_PATCHES
 from megatron_hexi.elastic.training.fencing import FENCE_PATCHES
 from megatron_hexi.elastic.training.goodput import ROUND_PATCHES
+from megatron_hexi.elastic.training.loading import LOAD_PATCHES
 from megatron_hexi.megatron.arguments import argument_patches
 from megatron_hexi.megatron.batch import BATCH_PATCHES
 from megatron_hexi.megatron.checkpoint_files import CHECKPOINT_FILE_PATCHES
@@ -61,6 +62,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *REPLANNING_PATCHES,
         *ROUND_PATCHES,
         *COPY_PATCHES,
+        *LOAD_PATCHES,
         *FENCE_PATCHES,
         *PROGRESS_PATCHES,
         *OPTIMIZER_PATCHES,

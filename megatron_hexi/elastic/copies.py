@@ -17,11 +17,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_hexi.elastic.copy_files import Files, copy_folder, copy_path, pull
+from megatron_hexi.elastic.copy_files import Files
 
 #: Variables of a rank's environment: iterations from copy to copy, this node's folder of copies, and its URL.
 COPY_INTERVAL_VARIABLE, COPIES_VARIABLE = "HEXI_COPY_INTERVAL", "HEXI_COPIES"
 COPIES_URL_VARIABLE = "HEXI_COPIES_URL"
+#: Key of the job: why no copies are made any more.
+COPIES_OFF = "copies/off"
 #: Seconds that the next round waits for agents to record the files of the newest copy that they hold.
 _SAID_S = 2.0
 
@@ -89,9 +91,13 @@ class CopyBoard:
         """Return the iteration of the newest copy of which every file is on two nodes."""
         return int(self._store.get("safe")) if self._store.check(["safe"]) else None
 
+    def tell_lost(self, iteration: int) -> None:
+        """Record that a copy could not be loaded, so that it is not found again."""
+        self._store.set(f"{iteration}/lost", "")
+
     def find(self, iteration: int, urls: Iterable[str]) -> FoundCopy | None:
         """Return the copy of an iteration if the nodes at these URLs hold all of it."""
-        if not self._store.check([f"{iteration}/all"]):
+        if not self._store.check([f"{iteration}/all"]) or self._store.check([f"{iteration}/lost"]):
             return None
         files = json.loads(self._store.get(f"{iteration}/all"))
         holders: dict[str, list[str]] = {name: [] for name in files}
@@ -116,20 +122,6 @@ def find_newest(job: dist.Store, urls: Sequence[str]) -> FoundCopy | None:
         time.sleep(0.1)
     safe = board.safe()
     return copy or (None if safe is None else board.find(safe, urls))
-
-
-def complete_copy(copy: FoundCopy, copies: Path, url: str, job: dist.Store, secret: bytes) -> None:
-    """Download the files of a copy that this node lacks.
-
-    Raises:
-        OSError: a file cannot be downloaded, or there is no room for it.
-    """
-    folder = copy_folder(copies, copy.name, copy.iteration)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, (size, digest, urls) in copy.files.items():
-        if url not in urls:
-            pull(urls, copy_path(copy.name, copy.iteration), name, (size, digest), folder, secret)
-    CopyBoard(job, copy.name).tell_held(copy.iteration, url, copy.files)
 
 
 def drop_older(copies: Path, newest: Path) -> None:

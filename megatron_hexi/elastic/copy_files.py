@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
-import shutil
 import socket
 import stat
 import threading
-from collections.abc import Iterable
-from contextlib import suppress
-from io import BufferedReader, BufferedWriter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from io import BufferedReader, BufferedRWPair, BufferedWriter
 from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
@@ -99,6 +99,16 @@ class _Folder:
         self.remove(name)
         return os.fdopen(self._open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
 
+    @contextmanager
+    def shared_lines(self, name: str) -> Iterator[set[str]]:
+        """Yield the lines of a text file, locked, which are written back at the end of the context."""
+        with os.fdopen(self._open(name, os.O_RDWR | os.O_CREAT), "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            lines = set(file.read().splitlines())
+            yield lines
+            file.seek(0)
+            file.writelines(f"{line}\n" for line in lines)
+
     def remove(self, name: str) -> None:
         """Remove a file, if there is one of that name."""
         with suppress(FileNotFoundError):
@@ -148,12 +158,16 @@ def pull(
     reason: object = "no node has it"
     with _Folder(folder) as target:
         for url in urls:
+            digest = hashlib.sha256()
             try:
-                received = _download(url, source, target, part, expected[0], secret)
+                with _asked(url, secret) as stream, target.create(part) as file:
+                    for block in _read_range(stream, source, 0, expected[0]):
+                        digest.update(block)
+                        file.write(block)
             except OSError as problem:
                 reason = f"{url}: {problem}"
                 continue
-            if received == tuple(expected):
+            if digest.hexdigest() == expected[1]:
                 target.rename(part, name)
                 return
             reason = f"{url} has other bytes"
@@ -161,29 +175,89 @@ def pull(
     raise OSError(f"{name}: {reason}")
 
 
-def _download(url: str, source: str, target: _Folder, part: str, size: int, secret: bytes) -> tuple[int, str]:
-    """Download at most `size` + 1 bytes, which detects a longer file; return their number and SHA-256."""
+def range_name(name: str, offset: int) -> str:
+    """Return the name of the file that holds the range of a file which begins at an offset."""
+    return f"{name}.at-{offset}"
+
+
+def pull_ranges(
+    urls: Iterable[str],
+    path: tuple[str, str],
+    name: str,
+    boxes: Mapping[str, tuple[int, int, int]],
+    folder: Path,
+    secret: bytes,
+) -> tuple[int, int]:
+    """Download ranges of a file, each into a file of its own (`range_name`), unless they are there already.
+
+    A range has no digest of its own: connections are authenticated, and a node that serves a file has written
+    it or has checked all of it. Ranks of a node wait for each other: each range is sent to it once.
+
+    Args:
+        urls: HOST:PORT of nodes that may have the file.
+        path: folders of the copy there, as `copy_path` returns them.
+        boxes: what is needed, by a name that all ranks give it: offset and length of the range that has it,
+            and the least bytes that would do.
+
+    Returns:
+        The bytes that came from other nodes, and the least that would have done.
+
+    Raises:
+        OSError: a name is no bare name, no node has a range, or there is no room.
+    """
+    source, moved = "/".join(map(bare_name, (*path, name))), 0
+    with _Folder(folder) as target, target.shared_lines(f"{name}.boxes") as lines:
+        new = {box: boxes[box] for box in boxes.keys() - lines}
+        here = set(target.names())
+        missing = {at: length for at, length, _ in new.values() if range_name(name, at) not in here}
+        reason: object = "no node has it"
+        for url in urls if missing else ():
+            try:
+                with _asked(url, secret) as stream:
+                    for at, length in sorted(missing.items()):
+                        with target.create(part := range_name(name, at) + _PART) as file:
+                            file.writelines(_read_range(stream, source, at, length))
+                            if file.tell() != length:
+                                raise OSError("it has fewer bytes")
+                        target.rename(part, range_name(name, at))
+                        del missing[at]
+                        moved += length
+                break
+            except OSError as problem:
+                reason = f"{url}: {problem}"
+        if missing:
+            raise OSError(f"{name}: {reason}")
+        lines.update(new)
+    return moved, sum(least for _, _, least in new.values())
+
+
+@contextmanager
+def _asked(url: str, secret: bytes) -> Iterator[BufferedRWPair]:
+    """Yield a connection to a node's server of copies."""
     host, _, port = url.rpartition(":")
     if not host or not port.isdecimal():
         raise OSError(f"{url!r} is no node's address")
-    digest, count = hashlib.sha256(), 0
-    with connect((host.strip("[]"), int(port)), secret, _PULL_S) as connection:
-        connection.sendall(f"{source}\n".encode())
-        answer = connection.makefile("rb")
-        if answer.read(1) != _HERE:
-            raise FileNotFoundError("it has no such file")
-        with target.create(part) as file:
-            while block := answer.read(min(_BLOCK, size + 1 - count)):
-                digest.update(block)
-                file.write(block)
-                count += len(block)
-    return count, digest.hexdigest()
+    to = host.strip("[]"), int(port)
+    with connect(to, secret, _PULL_S) as connection, connection.makefile("rwb") as stream:
+        yield stream
+
+
+def _read_range(stream: BufferedRWPair, source: str, offset: int, length: int) -> Iterator[bytes]:
+    """Yield the bytes of a range of a file; fewer than its length where the connection ends."""
+    stream.write(f"{source} {offset} {length}\n".encode())
+    stream.flush()
+    if stream.read(1) != _HERE:
+        raise FileNotFoundError("it has no such file")
+    while length and (block := stream.read(min(_BLOCK, length))):
+        length -= len(block)
+        yield block
 
 
 class _Server(ThreadingTCPServer):
-    """Serves regular files by a line ROUND/ITERATION/NAME, three bare names, to holders of the job's secret.
+    """Serves ranges of regular files to holders of the job's secret.
 
-    The answer is `_HERE` and the file's bytes, or nothing.
+    A line is ROUND/ITERATION/NAME OFFSET LENGTH, with three bare names. The answer is `_HERE` and the bytes;
+    the connection ends where there are none, or fewer.
     """
 
     daemon_threads = True
@@ -199,13 +273,21 @@ class _Server(ThreadingTCPServer):
         with self._entrance.one(str(client_address[0]), lambda: request.shutdown(socket.SHUT_RDWR)):
             connection = accept(request, self._secret)
         connection.settimeout(_PULL_S)
-        with connection, connection.makefile("rwb") as stream, suppress(OSError, ValueError):
-            *names, name = stream.readline(_LINE_BYTES).decode().removesuffix("\n").split("/")
-            if len(names) != 2:
-                return
-            with _Folder(self._folder, *names) as folder, folder.read(name) as file:
-                stream.write(_HERE)
-                shutil.copyfileobj(file, stream, _BLOCK)
+        with connection, connection.makefile("rwb") as stream, suppress(OSError, ValueError, OverflowError):
+            while line := stream.readline(_LINE_BYTES).decode().removesuffix("\n"):
+                path, offset, length = line.split(" ")
+                (*names, name), left = path.split("/"), int(length)
+                if len(names) != 2:
+                    return
+                with _Folder(self._folder, *names) as folder, folder.read(name) as file:
+                    file.seek(int(offset))
+                    stream.write(_HERE)
+                    while left > 0 and (block := file.read(min(_BLOCK, left))):
+                        left -= len(block)
+                        stream.write(block)
+                    stream.flush()
+                if left:
+                    return
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log nothing: `Entrance` has logged it."""

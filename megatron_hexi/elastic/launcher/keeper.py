@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import shutil
 import tempfile
 import time
@@ -17,6 +18,7 @@ from megatron_hexi.elastic import say
 from megatron_hexi.elastic.copies import CopyBoard, drop_older
 from megatron_hexi.elastic.copy_files import copy_folder, copy_path, list_files, pull, serve_files
 from megatron_hexi.elastic.launcher.life import StoreThread
+from megatron_hexi.elastic.store import DECISION, TRAINING
 
 _PREFIX = "hexi-copies-"
 _LOOK_S = 0.2
@@ -49,6 +51,7 @@ class Keeper(StoreThread):
         self._job, self._secret = job, secret
         self._round: tuple[str, int] | None = None
         self._done: tuple[str, int] | None = None
+        self._doubled = ""
         self._failures: Counter[tuple[str, str]] = Counter()
 
     def __exit__(self, *raised: object) -> None:
@@ -66,18 +69,22 @@ class Keeper(StoreThread):
             return
         name, number = self._round
         try:
-            self._take_care(dist.PrefixStore(self._job, store), name, number)
+            self._take_care(store, name, number)
         except OSError as problem:
             self._failures[name, str(problem)] += 1
             # Where the job ends, or goes on without a node, a few fail that nobody needs.
             if self._failures[name, str(problem)] == _FAILURES:
                 say(f"the newest copy is not on two nodes yet: {problem}; tries again")
 
-    def _take_care(self, job: dist.Store, name: str, number: int) -> None:
+    def _take_care(self, store: dist.Store, name: str, number: int) -> None:
         """Record the newest copy of this node's ranks, and download that of the node before it."""
+        job = dist.PrefixStore(self._job, store)
         board = CopyBoard(job, name)
         last = board.last()
-        if last is None or self._done == (name, last[0]):
+        if last is None:
+            self._double(job, dist.PrefixStore(name, store), name)
+            return
+        if self._done == (name, last[0]):
             return
         iteration, nodes = last
         folder = copy_folder(self.folder, name, iteration)
@@ -104,6 +111,26 @@ class Keeper(StoreThread):
             time.sleep(_LOOK_S)
         drop_older(self.folder, folder)
         self._done = name, iteration
+
+    def _double(self, job: dist.Store, round_: dist.Store, name: str) -> None:
+        """Download what the node before this one alone holds of the copy that the round has loaded.
+
+        So that copy, too, survives the next failure of a node, which may come before the round has another.
+        """
+        if self._doubled == name or not round_.check([TRAINING]):
+            return
+        decision = json.loads(round_.get(DECISION))
+        copy, urls = decision["copy"], decision["urls"]
+        before = urls[urls.index(self.url) - 1]
+        if copy and before != self.url:
+            path, files = copy_path(copy["name"], copy["iteration"]), copy["files"]
+            alone = {file for file, (_, _, held) in files.items() if held == [before]}
+            for file in alone:
+                size, digest, held = files[file]
+                pull(held, path, file, (size, digest), self.folder.joinpath(*path), self._secret)
+            own = {file for file, (_, _, held) in files.items() if self.url in held}
+            CopyBoard(job, copy["name"]).tell_held(copy["iteration"], self.url, alone | own)
+        self._doubled = name
 
 
 def _locked_folder(parent: Path) -> tuple[Path, TextIO]:

@@ -1,4 +1,4 @@
-"""The ranks' part in copies of the state in memory: written between two iterations, and loaded.
+"""The ranks' part in copies of the state in memory: written between two iterations.
 
 A copy is written by Megatron's own way to save, into this node's memory in place of the folder of ``--save``:
 so it can be loaded by any number of ranks. docs/surviving.md
@@ -18,33 +18,16 @@ import shutil
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_hexi.elastic import say
-from megatron_hexi.elastic.channel import secret_of_rank
-from megatron_hexi.elastic.copies import (
-    COPIES_URL_VARIABLE,
-    COPY_INTERVAL_VARIABLE,
-    CopyBoard,
-    FoundCopy,
-    complete_copy,
-    copies_folder,
-    find_newest,
-)
-from megatron_hexi.elastic.copy_files import bare_name, copy_folder
+from megatron_hexi.elastic.copies import COPIES_OFF, COPY_INTERVAL_VARIABLE, CopyBoard, copies_folder
+from megatron_hexi.elastic.copy_files import copy_folder
 from megatron_hexi.elastic.store import ROUND_VARIABLE, round_store, whole_store
 from megatron_hexi.elastic.training.fencing import ask_fence
 from megatron_hexi.patching import patched
-from megatron_hexi.text_file import write_text_atomically
 
-#: File with the newest checkpoint's iteration, which Megatron writes last into a folder of checkpoints.
-TRACKER = "latest_checkpointed_iteration.txt"
-_FETCH = timedelta(seconds=600)
-_OFF = "copies/off"
 #: A file system with less room than this is full.
 _FULL_BYTES = 1 << 20
 #: Seconds after which the log says that a copy is not on two nodes yet.
@@ -61,7 +44,7 @@ class Copier:
         self._round, self._job = round_store(), whole_store()
         self._board = CopyBoard(self._job, self._name)
         self._nodes = int(os.environ["GROUP_WORLD_SIZE"])
-        self._off = self._job.check([_OFF])
+        self._off = self._job.check([COPIES_OFF])
         self._written_at = 0.0
         _write_without_a_server()
         #: The iteration that the newest copy was made after.
@@ -92,7 +75,7 @@ class Copier:
                 save()
         except (OSError, RuntimeError):
             if shutil.disk_usage(self._copies).free < _FULL_BYTES:  # the next round makes no copies
-                self._job.set(_OFF, f"{self._copies} on {os.uname().nodename} is full")
+                self._job.set(COPIES_OFF, f"{self._copies} on {os.uname().nodename} is full")
             raise
         if self._args.rank == 0:
             ask_fence()
@@ -137,53 +120,6 @@ def _saved_elsewhere(args: Namespace, folder: Path) -> Iterator[None]:
         del args.hexi_saved_as
         vars(args).update(before)
         global_vars._GLOBAL_WANDB_WRITER = writer
-
-
-# At the start of a round
-
-
-def find_copy(job: dist.Store, present: list[str], checkpoint: int | None) -> dict[str, Any] | None:
-    """Return the newest copy that the nodes hold, if it is newer than the checkpoint; called by rank 0.
-
-    Args:
-        present: URL of the copies of each started rank's node.
-        checkpoint: iteration of the newest checkpoint; ``None``: there is none.
-
-    Returns:
-        The arguments of `FoundCopy`; ``None``: there is no such copy.
-    """
-    if job.check([_OFF]):
-        say(f"no copies any more: {job.get(_OFF).decode()}")
-        return None
-    newest = find_newest(job, list(dict.fromkeys(url for url in present if url)))
-    if newest is None or newest.iteration <= (checkpoint or 0):
-        return None
-    return {"name": newest.name, "iteration": newest.iteration, "files": dict(newest.files)}
-
-
-def fetch_copy(store: dist.Store, chosen: dict[str, Any]) -> Path | None:
-    """Complete a copy on every node; called by all started ranks, with the same result on each.
-
-    Returns:
-        The folder to load from; ``None``: a node could not complete the copy, so the checkpoint is loaded.
-    """
-    copies = copies_folder()
-    assert copies is not None, "agents of a job have the same options"
-    node, nodes = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
-    if os.environ["LOCAL_RANK"] == "0":
-        problem = ""
-        try:
-            copy = FoundCopy(chosen["name"], chosen["iteration"], chosen["files"])
-            url = os.environ[COPIES_URL_VARIABLE]
-            complete_copy(copy, copies, url, whole_store(), secret_of_rank())
-            write_text_atomically(copies / chosen["name"] / TRACKER, str(chosen["iteration"]))
-        except (OSError, RuntimeError) as caught:
-            problem = str(caught)
-            say(f"the copy of iteration {chosen['iteration']} cannot be had: {problem}; takes the checkpoint")
-        store.set(f"fetched/{node}", problem)
-    keys = [f"fetched/{number}" for number in range(nodes)]
-    store.wait(keys, _FETCH)
-    return None if any(store.multi_get(keys)) else copies / bare_name(chosen["name"])
 
 
 _copier: Copier | None = None

@@ -19,6 +19,7 @@ from megatron_hexi.elastic import say
 from megatron_hexi.elastic.store import TRAINING, WANTED, in_round, job_time, round_store, whole_store
 from megatron_hexi.elastic.training.copying import copied_last, is_safe
 from megatron_hexi.elastic.training.fencing import ask_fence, end_to_start_again
+from megatron_hexi.elastic.training.loading import moved_words
 from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.patching import STEP_PARAMETERS, patched
 from megatron_hexi.record import Round
@@ -103,7 +104,8 @@ class RoundSteps:
                 f"{before} up to there, so that some would come twice or never; give --save a folder that no "
                 "other job writes to, and this job a new --rdzv-id"
             )
-        say(f"iteration {iteration + 1} begins with sample {seen} of the one order of all plans")
+        order = f"iteration {iteration + 1} begins with sample {seen} of the one order of all plans"
+        say(order + moved_words(self._round))
 
     def before_step(self, iteration: int) -> None:
         """End the round if nodes wait and the state was just saved or copied; rank 0 decides."""

@@ -23,10 +23,17 @@ import torch.distributed as dist
 
 from megatron_hexi.elastic import say
 from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE
-from megatron_hexi.elastic.store import NODE_VARIABLE, in_round, round_store, set_name, whole_store
-from megatron_hexi.elastic.training.copying import TRACKER, fetch_copy, find_copy
+from megatron_hexi.elastic.store import (
+    DECISION,
+    NODE_VARIABLE,
+    in_round,
+    round_store,
+    set_name,
+    whole_store,
+)
 from megatron_hexi.elastic.training.fencing import ask_fence, take_save
 from megatron_hexi.elastic.training.goodput import begin_round, round_words, set_round
+from megatron_hexi.elastic.training.loading import TRACKER, fetch_copy, find_copy
 from megatron_hexi.elastic.training.round_plan import PLANNER_TIMEOUT, plan_ahead, plan_for
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.plan_job import kind_of
@@ -112,9 +119,9 @@ def take_part(args: Namespace) -> Plan:
         keys = [f"here/{rank}" for rank in range(count)]
         store.wait(keys, _COME)
         present = [json.loads(text) for text in store.multi_get(keys)]
-        store.set("round", json.dumps(_lead(args, present)))
-    store.wait(["round"], _COME + PLANNER_TIMEOUT)
-    answer = json.loads(store.get("round"))
+        store.set(DECISION, json.dumps(_lead(args, present)))
+    store.wait([DECISION], _COME + PLANNER_TIMEOUT)
+    answer = json.loads(store.get(DECISION))
     if "error" in answer:
         raise HexiError(answer["error"])
     copy = answer["copy"] and fetch_copy(store, answer["copy"])
@@ -174,9 +181,11 @@ def _lead(args: Namespace, present: list[tuple[str, int, str]]) -> dict[str, Any
     if "error" in answer:
         return answer
     plan_ahead(request, places)
-    copy = find_copy(job, [url for _, _, url in present], iteration)
-    nodes = list(dict.fromkeys(node for node, _, _ in present))
-    return {**answer, "resumes": iteration, "copy": copy, "nodes": nodes, "took": time.monotonic() - begun}
+    nodes = {node: url for node, _, url in present}
+    urls = [url for url in nodes.values() if url]
+    copy = find_copy(job, urls, iteration)
+    found = {"resumes": iteration, "copy": copy, "nodes": list(nodes), "urls": urls}
+    return answer | found | {"took": time.monotonic() - begun}
 
 
 def _tell(answer: dict[str, Any], in_memory: bool) -> Round:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import string
 import time
@@ -16,10 +17,20 @@ from hypothesis import strategies as st
 
 from megatron_hexi.elastic import copies as copies_module
 from megatron_hexi.elastic.channel import connect
-from megatron_hexi.elastic.copies import CopyBoard, FoundCopy, complete_copy, find_newest
-from megatron_hexi.elastic.copy_files import bare_name, copy_folder, copy_path, list_files, pull, serve_files
+from megatron_hexi.elastic.copies import CopyBoard, find_newest
+from megatron_hexi.elastic.copy_files import (
+    bare_name,
+    copy_folder,
+    copy_path,
+    list_files,
+    pull,
+    pull_ranges,
+    range_name,
+    serve_files,
+)
 from megatron_hexi.elastic.launcher import keeper as keeping
 from megatron_hexi.elastic.launcher.keeper import Keeper
+from megatron_hexi.elastic.store import DECISION, TRAINING
 from tests.support.plans import examples
 
 ROUND = "0123abcd"
@@ -31,7 +42,7 @@ class Nodes:
 
     def __init__(self, folder, stack, count):
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self.job = dist.PrefixStore("job", store)
+        self.store, self.job = store, dist.PrefixStore("job", store)
         self.board = CopyBoard(self.job, ROUND)
         self.keepers = []
         for node in range(count):
@@ -86,17 +97,32 @@ def test_any_node_may_go_and_not_two_neighbours(nodes):
     assert nodes.found(0, 3) is None
 
 
-def test_a_node_that_has_nothing_completes_the_copy(nodes, tmp_path):
+def test_a_copy_that_could_not_be_loaded_is_not_found_again(nodes):
     nodes.write(6)
     nodes.wait_until_safe(6)
-    found = find_newest(nodes.job, nodes.urls(0, 1, 2))
+    nodes.board.tell_lost(6)
+    assert nodes.found(0, 1, 2, 3) is None
+
+
+def test_after_a_failure_the_loaded_copy_is_on_two_nodes_again(nodes):
+    """Node 3 is gone, so the files of 2 and of 3 are on one node each; then 2 or 0 may go as well."""
+    nodes.write(6)
+    nodes.wait_until_safe(6)
+    found = find_newest(nodes.job, urls := nodes.urls(0, 1, 2))
     assert found is not None
-    complete_copy(found, tmp_path, "new:1", nodes.job, SECRET)
-    files = list_files(copy_folder(tmp_path, ROUND, 6))
-    assert files == {name: file[:2] for name, file in found.files.items()}
-    assert sorted(files) == [".metadata", *(f"__{node}_0.distcp" for node in range(4))]
-    # From now on the new node alone would do.
-    assert find_newest(nodes.job, ["new:1"]) is not None
+    copy = {"name": ROUND, "iteration": 6, "files": found.files}
+    round_ = dist.PrefixStore("second", nodes.store)
+    round_.set(DECISION, json.dumps({"copy": copy, "urls": urls}))
+    for number in (0, 1, 2):
+        nodes.keepers[number].begin_round("second", number)
+    time.sleep(0.1)
+    assert nodes.found(1, 2) is None  # ranks load, and nothing else uses the network
+    round_.set(TRAINING, "")
+    deadline = time.monotonic() + 20
+    while not all(nodes.found(*two) == 6 for two in ((0, 1), (0, 2), (1, 2))):
+        assert time.monotonic() < deadline
+    whole = {name: file[:2] for name, file in found.files.items()}
+    assert all(list_files(nodes.folder(keeper, 6)).items() <= whole.items() for keeper in nodes.keepers)
 
 
 def test_a_copy_that_is_on_its_way_leaves_the_one_before(nodes):
@@ -167,7 +193,7 @@ def test_other_bytes_are_not_taken(tmp_path):
     target.mkdir()
     (source / "a").write_text("right")
     wanted = list_files(source)["a"]
-    for other in ("wrong", "right and more", ""):
+    for other in ("wrong", ""):
         (source / "a").write_text(other)
         with pytest.raises(OSError, match="has other bytes"):
             pull([url], PATH, "a", wanted, target, SECRET)
@@ -177,6 +203,23 @@ def test_other_bytes_are_not_taken(tmp_path):
     (source / "a").write_text("right")
     pull(["localhost:1", url], PATH, "a", wanted, target, SECRET)
     assert list_files(target) == {"a": wanted}
+
+
+def test_ranges_of_a_file_come_once_to_each_node(tmp_path):
+    source, url = served(tmp_path / "source")
+    (source / "a").write_bytes(bytes(range(100)))
+    target = tmp_path / "target"
+    target.mkdir()
+    first = {"rows 0": (10, 20, 8), "rows 1": (10, 20, 12)}
+    assert pull_ranges(["localhost:1", url], PATH, "a", first, target, SECRET) == (20, 20)
+    # Another rank of the node.
+    assert pull_ranges([url], PATH, "a", first | {"all": (90, 10, 9)}, target, SECRET) == (10, 9)
+    assert (target / range_name("a", 10)).read_bytes() == bytes(range(10, 30))
+    assert (target / range_name("a", 90)).read_bytes() == bytes(range(90, 100))
+    for beyond in ((95, 10, 1), (-1, 10, 1), (10**30, 10, 1)):
+        with pytest.raises(OSError, match="a: localhost"):
+            pull_ranges([url], PATH, "a", {"beyond": beyond}, target, SECRET)
+    assert not [path for path in target.iterdir() if "95" in path.name and ".part" not in path.name]
 
 
 def test_without_a_copy_nothing_is_found():
@@ -249,10 +292,10 @@ def test_a_server_of_copies_serves_its_files_only(crowded, path):
     host, _, port = url.partition(":")
     answer = b""
     with connect((host, int(port)), SECRET, 20) as connection:
-        connection.sendall(f"{path}\n".encode(errors="surrogateescape"))
+        connection.sendall(f"{path} 1 9\n".encode(errors="surrogateescape"))
         with contextlib.suppress(ConnectionResetError):  # of a line that is longer than any right one
             answer = connection.makefile("rb").read()
-    assert answer == (b"+bytes" if path in files else b"")
+    assert answer == (b"+ytes" if path in files else b"")
 
 
 def test_copies_come_from_nodes_only(tmp_path):
@@ -288,10 +331,8 @@ def test_what_a_stranger_names_in_the_store_is_written_nowhere(nodes, tmp_path, 
     assert not capfd.readouterr().err
     nodes.write(8)
     nodes.wait_until_safe(8)
-    found = FoundCopy(ROUND, 7, {name: (*wanted, [url])})
-    # Keepers drop older copies meanwhile, so the folder is that of none of them.
     with pytest.raises(OSError, match="no bare name of a file"):
-        complete_copy(found, tmp_path / "fifth" / "copies", "elsewhere:1", nodes.job, SECRET)
+        pull_ranges([url], PATH, name, {"": (0, 1, 1)}, tmp_path, SECRET)
     assert [path.parent for path in tmp_path.rglob("outside*")] == [stranger]
 
 

@@ -13,7 +13,7 @@ from megatron_hexi.cost import CostModel
 from megatron_hexi.elastic.planning import __main__ as planning
 from megatron_hexi.elastic.planning import node
 from megatron_hexi.elastic.planning.survivors import COMMAND_LINE, survive
-from megatron_hexi.elastic.training.copying import TRACKER
+from megatron_hexi.elastic.training.loading import TRACKER
 from megatron_hexi.elastic.training.round import newest_checkpoint
 from megatron_hexi.errors import HexiError, NothingFitsError
 from megatron_hexi.models import Job
