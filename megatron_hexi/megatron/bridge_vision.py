@@ -41,11 +41,6 @@ def refuse_vision(config: Any) -> None:
     Raises:
         HexiError: the configuration, or the plan, has such a thing.
     """
-    if config.peft is not None:
-        raise HexiError(
-            f"peft {type(config.peft).__name__}: adapters of a model with vision are not tested under a "
-            "plan yet; train all weights"
-        )
     if config.dataset.enable_in_batch_packing:
         raise HexiError(
             "dataset.enable_in_batch_packing True: positions on three axes are taken for whole sequences "

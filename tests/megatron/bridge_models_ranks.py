@@ -18,10 +18,11 @@ import torch.distributed as dist
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.mla_provider import MLAModelProvider
-from megatron.bridge.training.callbacks import CallbackContext
+from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
+from megatron.bridge.training.utils import checkpoint_utils
 from megatron.bridge.training.vlm_step import forward_step as vision_step
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -30,7 +31,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.megatron import bridge_vision, latent_spec
-from tests.megatron.bridge_ranks import SHARED, Results, configuration
+from tests.megatron.bridge_ranks import ITERATIONS, SHARED, Results, configuration
 
 #: As the recipes of DeepSeek and Qwen give their layers.
 OWN_LAYERS = functools.partial(get_gpt_decoder_block_spec, use_transformer_engine=False)
@@ -72,24 +73,24 @@ MODELS: dict[str, tuple[Callable[..., GPTModelProvider], dict[str, Any]]] = {
     "dense": (GPTModelProvider, {"gated_linear_unit": True}),
     "experts": (GPTModelProvider, EXPERTS),
     "latent": (MLAModelProvider, LATENT),
-    "vision": (bridge_vision.qwen25, {}),
-    "vision3": (bridge_vision.qwen3, {}),
-    "vision3e": (bridge_vision.qwen3_experts, EXPERTS | {"moe_layer_freq": 1, "moe_grouped_gemm": True}),
 }
-STEPS = dict.fromkeys(("vision", "vision3", "vision3e"), vision_step)
 
 
 class Job(NamedTuple):
     """A model under a plan.
 
     Args:
+        model: its name; with vision a further word is what trains in it (`bridge_vision.TRAINED`).
+        plan: the plan's name; empty: Bridge alone, which shares out samples.
         fields: further fields of the model, which the reference lacks.
+        load: a job from whose checkpoint it goes on, or the reference ``alone``.
     """
 
     model: str
     plan: str
     fields: dict[str, Any] = {}  # noqa: RUF012
     precision: str | None = None
+    load: str | None = None
 
     @property
     def reference(self) -> tuple[str, str | None]:
@@ -113,7 +114,18 @@ JOBS = {
     "vision3-pipeline": Job("vision3", "pipeline", {"pipeline_model_parallel_size": 2}),
     "vision-pipeline": Job("vision", "pipeline", {"pipeline_model_parallel_size": 2}),
     "vision-units": Job("vision", "even-units", {"sequence_parallel": True, "seq_length": 102}),
+    "vision-on": Job("vision", "pipeline", {"pipeline_model_parallel_size": 2}, load="vision"),
+    "vision-back": Job("vision", "", load="vision"),
+    "vision-there": Job("vision", "groups", load="alone"),
+    "vision3-on": Job("vision3", "pipeline", {"pipeline_model_parallel_size": 2}, load="vision3"),
+    "vision3e-back": Job("vision3e", "", load="vision3e"),
+    "vision-encoder": Job("vision-encoder", "pipeline", {"pipeline_model_parallel_size": 2}),
+    "vision-decoder": Job("vision-decoder", "replicas"),
+    "vision-lora": Job("vision-lora", "replicas"),
+    "vision3-lora": Job("vision3-lora", "groups"),
 }
+#: Jobs and references that are saved when half of their iterations are done.
+SAVED = {job.load if job.load != "alone" else f"{job.model}-None-alone" for job in JOBS.values() if job.load}
 Cell = tuple[tuple[int, int], ...]
 
 
@@ -156,18 +168,35 @@ def model_configuration(out: Path, model: str, precision: str | None, **fields: 
     config = configuration(**SHARED)
     known = {name: getattr(config.model, name) for name in GIVEN}
     given = {"transformer_layer_spec": OWN_LAYERS, "vocab_size": 256}
+    kind, _, trained = model.partition("-")
     if model in MODELS:
         provider, own = MODELS[model]
         config.model = provider(**(known | given | own | fields))
         config.model.register_pre_wrap_hook(fill)
-        if model in STEPS:
-            bridge_vision.show_images(config)
     else:
-        config.model = AutoBridge.from_hf_pretrained(out / model).to_megatron_provider()
+        config.model = AutoBridge.from_hf_pretrained(out / kind).to_megatron_provider()
+        if kind in bridge_vision.KINDS:
+            given |= {"transformer_layer_spec": TE_LAYERS} | bridge_vision.FIELDS
         for name, value in (known | given | fields).items():
             setattr(config.model, name, value)
+    if kind in bridge_vision.KINDS:
+        bridge_vision.show_images(config, trained, out / kind)
     config.mixed_precision = precision
     return config
+
+
+def train(train: Any, out: Path, name: str, model: str, config: ConfigContainer, **plan: Any) -> None:
+    """Train, and save losses and weights under a name."""
+    kind, _, trained = model.partition("-")
+    is_whole = kind in bridge_vision.KINDS and trained != "lora"
+    watchers: list[Callback] = [Boxes(out, name)]
+    if is_whole and not config.checkpoint.load:
+        watchers.append(bridge_vision.RoundTrip(out / kind))
+    if name in SAVED:
+        config.checkpoint.save, config.checkpoint.save_interval = str(out / f"saved-{name}"), ITERATIONS // 2
+        config.checkpoint.dist_ckpt_optim_fully_reshardable = True
+    step = vision_step if kind in bridge_vision.KINDS else forward_step
+    train(config, step, callbacks=watchers, **plan)
 
 
 def write_imported(out: Path) -> None:
@@ -182,6 +211,7 @@ def write_imported(out: Path) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(**sizes, **heads, intermediate_size=96, tie_word_embeddings=False)
     Qwen3ForCausalLM(config).save_pretrained(out / "qwen3")
+    bridge_vision.write(out, sizes | heads)
 
 
 def main() -> None:
@@ -192,17 +222,25 @@ def main() -> None:
         write_imported(out)
         for model, precision in dict.fromkeys(JOBS[name].reference for name in names):
             for kind in dict.fromkeys((None, precision)):
-                result = Boxes(out, f"{model}-{kind}-alone")
                 # Megatron's own attention takes no latent layers.
                 fields = {"transformer_layer_spec": latent_spec.normed} if model == "latent" else {}
                 config = model_configuration(out, model, kind, **fields)
-                pretrain(config, STEPS.get(model, forward_step), callbacks=[result])
+                train(pretrain, out, f"{model}-{kind}-alone", model, config)
         return
     from megatron_hexi import bridge
+    from megatron_hexi.megatron.session import set_given_plan
 
     for name in names:
         job = JOBS[name]
         config = model_configuration(out, job.model, job.precision, **job.fields)
-        plan = out / f"{job.plan}-{job.model}.yaml"
-        step = STEPS.get(job.model, forward_step)
-        bridge.pretrain(config, step, plan=plan, callbacks=[Boxes(out, name)])
+        if job.load:
+            checkpoint_utils.read_train_state.cache_clear()
+            saved = f"{job.model}-None-alone" if job.load == "alone" else job.load
+            config.checkpoint.load, config.checkpoint.ckpt_step = str(out / f"saved-{saved}"), ITERATIONS // 2
+            config.scheduler.override_opt_param_scheduler = True
+        if job.plan:
+            plan = out / f"{job.plan}-{job.model.partition('-')[0]}.yaml"
+            train(bridge.pretrain, out, name, job.model, config, plan=plan)
+        else:
+            set_given_plan(None)
+            train(pretrain, out, name, job.model, config)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from megatron.bridge import AutoBridge
 from megatron.bridge.data.builders import mock_vlm_sft
-from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider, Qwen3VLMoEModelProvider
-from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.peft.utils import ParallelLinearAdapter
+from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
+from safetensors.torch import load_file
 from torch.nn import functional
-from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+
+from tests.megatron.bridge_ranks import by_size
 
 VISION: dict[str, Any] = {
     "depth": 2,
@@ -30,15 +35,30 @@ WINDOWS: dict[str, Any] = {"window_size": 16, "fullatt_block_indexes": [1]}
 FEATURES: dict[str, Any] = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
 START, IMAGE, VIDEO = 125, 126, 127
 attention: Any = functional.scaled_dot_product_attention
+IDS: dict[str, Any] = {"vision_start_token_id": START, "image_token_id": IMAGE, "video_token_id": VIDEO}
+SECTION = [4, 2, 2]
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+#: Kinds of transformers' models by their names, with further fields of encoder and decoder.
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "vision": ("Qwen2_5_VL", WINDOWS, {}),
+    "vision3": ("Qwen3VL", FEATURES, {}),
+    "vision3e": ("Qwen3VLMoe", FEATURES, EXPERTS),
+}
+#: What recipes set beside the imported configuration, and what a CPU cannot do.
 FIELDS: dict[str, Any] = {
     "position_embedding_type": "mrope",
-    "mrope_section": [4, 2, 2],
-    "vision_start_token_id": START,
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "gated_linear_unit": True,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
+    "mrope_section": SECTION,
+    "freeze_language_model": False,
+    "freeze_vision_model": False,
+    "bias_activation_fusion": False,
+    "moe_permute_fusion": False,
+}
+#: Parts that train alone, as fields of the model.
+TRAINED: dict[str, dict[str, Any]] = {
+    "": {},
+    "decoder": {"freeze_vision_model": True, "freeze_vision_projection": True},
+    "encoder": {"freeze_language_model": True},
+    "lora": {},
 }
 
 
@@ -82,27 +102,38 @@ class Images(torch.utils.data.Dataset[dict[str, Any]]):
         }
 
 
-def qwen25(**fields: Any) -> Qwen25VLModelProvider:
-    """Return the configuration of a Qwen2.5-VL."""
-    vision = Qwen2_5_VLVisionConfig(**VISION, **WINDOWS)
-    return Qwen25VLModelProvider(vision_config=vision, **(fields | FIELDS), add_qkv_bias=True)
+def write(out: Path, text: dict[str, Any]) -> None:
+    """Write a model of each kind with random weights, norms among them."""
+    rotation = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": SECTION}
+    for name, (kind, vision, further) in KINDS.items():
+        config = getattr(transformers, f"{kind}Config")(
+            text_config=text | further | {"rope_parameters": rotation, "intermediate_size": 96},
+            vision_config=VISION | vision,
+            **IDS,
+            tie_word_embeddings=False,
+        )
+        model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.randn(weight.shape) * 0.05 + float(weight.mean()) * (weight.dim() == 1))
+        model.save_pretrained(out / name)
 
 
-def qwen3(**fields: Any) -> Qwen3VLModelProvider:
-    """Return the configuration of a Qwen3-VL, whose first two layers add features of the encoder's."""
-    return _qwen3(Qwen3VLModelProvider, fields)
+class RoundTrip(Callback):
+    """Exports what the ranks imported, and compares each weight with the file's."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
-def qwen3_experts(**fields: Any) -> Qwen3VLMoEModelProvider:
-    """Return the configuration of a Qwen3-VL with experts."""
-    frozen = ("freeze_language_model", "freeze_vision_model", "moe_permute_fusion")
-    return _qwen3(Qwen3VLMoEModelProvider, fields | dict.fromkeys(frozen, False))
-
-
-def _qwen3(provider: Any, fields: dict[str, Any]) -> Any:
-    TEDotProductAttention.__init__, TEDotProductAttention.forward = _hold, _attend
-    vision = Qwen3VLVisionConfig(**VISION, **FEATURES)
-    return provider(vision_config=vision, **(fields | FIELDS), bias_activation_fusion=False)
+    def on_train_start(self, context: CallbackContext) -> None:
+        exported = AutoBridge.from_hf_pretrained(self._folder).export_hf_weights(
+            context.model, cpu=True, show_progress=False
+        )
+        found = {name: weight.clone() for name, weight in exported}
+        true = load_file(self._folder / "model.safetensors")
+        assert found.keys() == true.keys(), sorted(found.keys() ^ true.keys())
+        for name, weight in true.items():
+            assert torch.equal(found[name], weight), name
 
 
 def _hold(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -125,8 +156,21 @@ def _attend(
     return torch.cat([image.transpose(0, 1) for image in images]).flatten(1)
 
 
-def show_images(config: ConfigContainer) -> None:
-    """Let a configuration train on `Images`."""
+def show_images(config: ConfigContainer, trained: str, weights: Path) -> None:
+    """Let a configuration train on `Images`.
+
+    Args:
+        trained: a name in `TRAINED`; ``lora``: adapters of imported weights alone.
+        weights: folder of the imported weights.
+    """
+    for name, value in TRAINED[trained].items():
+        setattr(config.model, name, value)
+    if trained == "lora":
+        ParallelLinearAdapter._get_init_fn = lambda self, method: by_size
+        config.peft = LoRA(["linear_qkv", "linear_fc1"], dim=4, alpha=8)
+        config.checkpoint.pretrained_checkpoint = str(weights)
+    TEDotProductAttention.__init__, TEDotProductAttention.forward = _hold, _attend
+    TEDotProductAttention._load_from_state_dict = torch.nn.Module._load_from_state_dict
     length = config.model.seq_length
     # Images have no loss: a mean over micro-batches would not be the plan's mean over tokens.
     config.model.calculate_per_token_loss, config.ddp.average_in_collective = True, False

@@ -12,14 +12,9 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron import bridge_vision
 
 
-class LoRA:
-    """Bridge's, by name."""
-
-
 @pytest.mark.parametrize(
     ("job", "named"),
     [
-        ({"peft": LoRA()}, "peft LoRA: adapters of a model with vision"),
         ({"packs": True}, "dataset.enable_in_batch_packing True: "),
         ({"mesh": "units"}, "plan.yaml: its stages have layers of their own"),
         ({"model": {"vision_dp_when_cp": True}}, "model.vision_dp_when_cp True: "),
@@ -31,7 +26,6 @@ def test_it_is_refused_by_name(job: dict[str, Any], named: str | None, monkeypat
     given = SimpleNamespace(path="plan.yaml", mesh=job.get("mesh"))
     monkeypatch.setattr(bridge_vision, "given_plan", lambda: given)
     config = SimpleNamespace(
-        peft=job.get("peft"),
         dataset=SimpleNamespace(enable_in_batch_packing=job.get("packs", False)),
         model=SimpleNamespace(**job.get("model", {})),
     )
