@@ -21,6 +21,7 @@ from megatron_hexi.megatron.expert_loads import EXPERT_LOAD_PATCHES
 from megatron_hexi.megatron.fp8_scales import FP8_PATCHES
 from megatron_hexi.megatron.groups import group_patches
 from megatron_hexi.megatron.latent import LATENT_PATCHES
+from megatron_hexi.megatron.llava import LLAVA_PATCHES
 from megatron_hexi.megatron.local_layers import local_layer_patches
 from megatron_hexi.megatron.loss_scale import LOSS_SCALE_PATCHES
 from megatron_hexi.megatron.mamba import MAMBA_PATCHES
@@ -77,6 +78,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *BATCH_PATCHES,
         *ROTARY_PATCHES,
         *ATTENTION_PATCHES,
+        *LLAVA_PATCHES,
         *LATENT_PATCHES,
         *MAMBA_PATCHES,
         *DELTA_NET_PATCHES,
