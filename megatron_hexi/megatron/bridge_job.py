@@ -122,7 +122,19 @@ def _refuse_settings(config: Any) -> None:
         if value not in (None, allowed):
             place = f"{section}.{name}"
             raise HexiError(f"{place} {value}: {reason}; leave {place} out, or train without --hexi-plan")
-    sees = has_vision(config.model)
+    sees, name = has_vision(config.model), type(config.model).__name__
+    if getattr(config.model, "is_vision_language", False):
+        raise HexiError(
+            f"model {name}: its tokens of an image attend to later ones of it, which a plan's attention does "
+            "not do; train without --hexi-plan"
+        )
+    is_gpt = isinstance(config.model, GPTModelProvider)
+    if is_gpt and not sees and type(config.model).provide is not GPTModelProvider.provide:
+        raise HexiError(
+            f"model {name}: builds a model of its own, and a plan carries out that of GPTModelProvider and "
+            "of Qwen25VL-, Qwen3VL- and Qwen3VLMoEModelProvider; give a provider that leaves provide() as it "
+            "is, or train without --hexi-plan"
+        )
     texts = (GPTDatasetConfig, GPTSFTDatasetConfig)
     datasets = (DirectHFSFTDatasetConfig, MockVLMSFTDatasetConfig) if sees else texts
     for section, known in (("model", (GPTModelProvider,)), ("dataset", datasets)):
@@ -133,12 +145,6 @@ def _refuse_settings(config: Any) -> None:
                 f"{section} {type(value).__name__}: a plan needs a {names} here; give one, or train without "
                 "--hexi-plan"
             )
-    if not sees and type(config.model).provide is not GPTModelProvider.provide:
-        raise HexiError(
-            f"model {type(config.model).__name__}: builds a model of its own, and a plan carries out that of "
-            "GPTModelProvider and of Qwen25VL-, Qwen3VL- and Qwen3VLMoEModelProvider; give a provider that "
-            "leaves provide() as it is, or train without --hexi-plan"
-        )
     refuse_adapters(config.peft, config.model)
     if config.dataset.dataloader_type not in (None, "single", "cyclic", "batch"):
         raise HexiError(

@@ -152,6 +152,12 @@ class OwnModel(GPTModelProvider):
         return super().provide(*args, **kwargs)
 
 
+class ImageModel(OwnModel):
+    """A provider whose tokens of an image attend to later ones, as Gemma 3 with vision."""
+
+    is_vision_language = True
+
+
 def refusals(plan: Path) -> dict[str, str]:
     """Return the errors of jobs that do not fit a plan, by what is wrong."""
     from megatron_hexi.errors import HexiError
@@ -167,6 +173,7 @@ def refusals(plan: Path) -> dict[str, str]:
         ("loader", "dataset", "dataloader_type", "external"),
         ("epochs", "train", "num_epochs", 2),
         ("own", "model", "__class__", OwnModel),
+        ("image", "model", "__class__", ImageModel),
         ("export", "checkpoint", "also_save_hf_checkpoint", True),
         ("ranks", "train", "micro_batch_size", 1),
     ):
