@@ -61,6 +61,7 @@ PRESETS = (
     *("mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2"),
     *("gpt-oss-20b", "gpt-oss-120b", "glm-4.5", "gemma-3-27b", "llama-4-scout", "llama-4-maverick"),
     *("qwen3-next-80b-a3b", "nemotron-h-8b", "nemotron-h-56b"),
+    *("qwen2.5-vl-7b", "qwen2.5-vl-72b", "qwen3-vl-30b-a3b"),
 )
 _MODEL = (
     f"A preset ({', '.join(PRESETS)}), a recipe (hexi recipe list), a Hugging Face config.json, a file of "

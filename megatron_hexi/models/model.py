@@ -1,11 +1,14 @@
-"""The weights of a decoder, whose layers may differ, as far as time and memory depend on them."""
+"""The weights of a decoder, whose layers may differ, and of its encoder of images, if it has one."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_hexi.kinds.decoder import Decoder
+from megatron_hexi.kinds.part import built
+from megatron_hexi.models.vision import Vision
 
 
 @dataclass(frozen=True)
@@ -14,7 +17,33 @@ class Model(Decoder):
 
     Megatron gives every tensor-parallel rank at least one KV head, the whole router and shared experts' gate,
     norms of the hidden state, and biases of row-parallel matrices.
+
+    Args:
+        vision: the encoder of images, whose weights and layers are not among the decoder's; ``None``: there
+            is none, or it is left out.
     """
+
+    vision: Vision | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "vision", built(Vision, self.vision))
+
+    @cached_property
+    def encoder(self) -> Model | None:
+        """The layers of the encoder of images as a model of such layers; ``None``: there is no encoder."""
+        if self.vision is None:
+            return None
+        fields = self.vision.layer_fields
+        return Model(name=f"the encoder of {self.name}", vocab_size=1, tied_embeddings=True, **fields)
+
+    @cached_property
+    def encoder_params(self) -> int:
+        """Number of weights of the encoder of images, which every rank has whole; 0: there is none."""
+        if self.vision is None or self.encoder is None:
+            return 0
+        layers = self.vision.layers * self.encoder.layer_params()
+        return layers + self.vision.params_outside_layers(self.hidden_size)
 
     def padded_vocab(self, tensor_parallel: int = 1) -> int:
         """Return the size of the vocabulary as Megatron pads it."""

@@ -19,7 +19,7 @@ from megatron_hexi.models.hugging_face.fields import (
     ModelType,
     Only,
 )
-from megatron_hexi.models.hugging_face.types import TYPES, WRAPPERS
+from megatron_hexi.models.hugging_face.types import ENCODERS, TYPES, WRAPPERS
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,23 @@ class Config:
         model_type: name of the model's type.
         path: the file, for messages.
         is_part: whether the file describes more than this language model, such as vision.
+        encoder: its ``vision_config``; ``None``: it has none, or that of this type is not read.
     """
 
     values: dict[str, Any]
     model_type: str
     path: Path
     is_part: bool = False
+    encoder: Config | None = None
+
+    @property
+    def kind(self) -> ModelType:
+        """The fields of the model's type."""
+        return ENCODERS[self.model_type] if self.model_type in ENCODERS else TYPES[self.model_type]
 
     def has(self, field: str) -> bool:
         """Return whether the model's type has a field that is used."""
-        return field in TYPES[self.model_type].used
+        return field in self.kind.used
 
     def get(self, field: str) -> Any:
         """Return the value of a field, or the type's default if the file leaves it out.
@@ -48,7 +55,7 @@ class Config:
         Raises:
             HexiError: the file leaves it out, and the type has no default.
         """
-        value = self.values.get(field, TYPES[self.model_type].used[field])
+        value = self.values.get(field, self.kind.used[field])
         if value is NEEDED:
             raise HexiError(f"{self.path}: {field} is missing; add it")
         return value
@@ -64,7 +71,7 @@ class Config:
             return default
         if type(value) is not int or value < 1:
             self.refuse(field, value, "write a whole number above 0")
-        most = MOST_LAYERS if field in ("num_hidden_layers", "n_layer") else LARGEST
+        most = MOST_LAYERS if field in ("num_hidden_layers", "n_layer", "depth") else LARGEST
         if value > most:
             self.refuse(field, value, f"write a whole number up to {most}")
         return value
@@ -103,7 +110,7 @@ class Config:
             HexiError: the value is neither.
         """
         value = self.get(field)
-        if value is None and not TYPES[self.model_type].used[field]:
+        if value is None and not self.kind.used[field]:
             return False
         if type(value) is not bool:
             self.refuse(field, value, "write true or false")
@@ -136,6 +143,7 @@ def read_config(text: str, path: Path) -> Config:
         raise HexiError(f"{path}:{line}: not valid JSON ({problem}); correct that line") from None
     if not isinstance(values, dict):
         raise HexiError(f"{path}: not a mapping of fields; give a model's config.json")
+    encoder = _encoder(values, path)
     values, is_part = _language_model(values, path)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in TYPES:
@@ -144,15 +152,33 @@ def read_config(text: str, path: Path) -> Config:
             f"{path}: model_type {found}; write one whose shapes are the same "
             f"({', '.join((*TYPES, *WRAPPERS))}), or give a file of Megatron's arguments"
         )
-    kind = TYPES[model_type]
-    config = Config(_without_aliases(values, kind, path), model_type, path, is_part)
+    config = _checked(values, model_type, path, is_part=is_part, encoder=encoder)
+    _check_architectures(config, config.kind)
+    return config
+
+
+def _checked(values: dict[str, Any], model_type: str, path: Path, **more: Any) -> Config:
+    """Return a file's fields of one type, each of which is used, harmless or supported."""
+    kind = ENCODERS[model_type] if model_type in ENCODERS else TYPES[model_type]
+    config = Config(_without_aliases(values, kind, path), model_type, path, **more)
     for field, value in config.values.items():
         if field == "quantization_config" and kind.stored_as:
             _check_stored(config, value, kind.stored_as)
         elif field not in kind.used and field not in kind.harmless and field not in HARMLESS_FIELDS:
             _check(config, field, value, kind.only.get(field) or ONLY.get(field) or _repeats(config, field))
-    _check_architectures(config, kind)
     return config
+
+
+def _encoder(values: dict[str, Any], path: Path) -> Config | None:
+    """Return the encoder of images of a file; ``None``: there is none, or its type's is left out."""
+    name = values.get("model_type")
+    wrapper = WRAPPERS.get(name) if isinstance(name, str) else None
+    fields = values.get("vision_config")
+    if wrapper is None or not wrapper.encoder or fields is None:
+        return None
+    if not isinstance(fields, dict):
+        raise HexiError(f"{path}: vision_config = {short(fields)}; write the mapping of the encoder's fields")
+    return _checked(fields, wrapper.encoder, Path(f"{path}: vision_config"))
 
 
 def _language_model(values: dict[str, Any], path: Path) -> tuple[dict[str, Any], bool]:
@@ -238,7 +264,7 @@ def _check(config: Config, field: str, value: Any, only: Only | None) -> None:
 
 def _repeats(config: Config, field: str) -> Only | None:
     """Return the value that a field repeats which nothing reads; ``None``: its effect is not known."""
-    kind = TYPES[config.model_type]
+    kind = config.kind
     names = next((names for names in NAMES_OF_ONE_FIELD if field in names), ())
     read = [name for name in names if name in kind.used or name in kind.only]
     if len(read) != 1:

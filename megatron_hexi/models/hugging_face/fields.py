@@ -54,7 +54,7 @@ class ModelType:
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A ``model_type`` whose language model is described by its ``text_config``; vision is left out.
+    """A ``model_type`` whose language model is described by its ``text_config``.
 
     Files of transformers before 4.52 have the fields of ``text_config`` beside ``vision_config``.
 
@@ -64,6 +64,7 @@ class Wrapper:
         harmless: fields next to ``text_config`` that the language model does not depend on.
         text_name: the language model's own name of its type; empty: `text_type`.
         defaults: transformers' defaults of the language model, other than those of `text_type`.
+        encoder: the type of the encoder of images, in ``vision_config``; empty: vision is left out.
     """
 
     text_type: str
@@ -71,6 +72,7 @@ class Wrapper:
     harmless: frozenset[str]
     text_name: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    encoder: str = ""
 
 
 _DENSE = "give a dense model"

@@ -15,6 +15,7 @@ from megatron_hexi.models.hugging_face.layers import (
     state_fields,
     window_fields,
 )
+from megatron_hexi.models.hugging_face.vision import vision_of
 from megatron_hexi.models.model import Model
 
 
@@ -22,7 +23,7 @@ def model_from_config(text: str, path: Path) -> Model:
     """Return the model that a config.json describes, after checking every field of the file.
 
     Constants that Megatron has no flag for do not matter here: no weight, time or memory depends on them.
-    For a model with vision the language model is returned; its `source` says so.
+    Of a model with vision whose encoder is not read the language model is returned; its `source` says so.
 
     Raises:
         HexiError: the text is not JSON, its type is unknown, or a field is missing, unusable, unknown or not
@@ -33,10 +34,19 @@ def model_from_config(text: str, path: Path) -> Model:
         constants_of(config)
     read = {"gpt2": _gpt, "nemotron_h": _hybrid, "lfm2": _paired, "lfm2_moe": _paired}
     fields = read.get(config.model_type, _decoder)(config)
-    source = f"{path}: text_config; vision is left out" if config.is_part else str(path)
+    vision = vision_of(config, fields["hidden_size"])
+    left_out = config.is_part and vision is None
+    source = f"{path}: text_config; vision is left out" if left_out else str(path)
     vocab_size, tied = config.size("vocab_size"), config.flag("tie_word_embeddings")
     try:
-        return Model(name=str(path), source=source, vocab_size=vocab_size, tied_embeddings=tied, **fields)
+        return Model(
+            name=str(path),
+            source=source,
+            vocab_size=vocab_size,
+            tied_embeddings=tied,
+            vision=vision,
+            **fields,
+        )
     except HexiError as problem:
         raise HexiError(f"{path}: {problem}") from None
 

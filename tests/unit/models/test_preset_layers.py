@@ -30,6 +30,9 @@ PRESETS = {
     "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
     "nemotron-h-8b": "nvidia/Nemotron-H-8B-Base-8K",
     "nemotron-h-56b": "nvidia/Nemotron-H-56B-Base-8K",
+    "qwen2.5-vl-7b": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "qwen2.5-vl-72b": "Qwen/Qwen2.5-VL-72B-Instruct",
+    "qwen3-vl-30b-a3b": "Qwen/Qwen3-VL-30B-A3B-Instruct",
 }
 #: Those that Megatron has no flags for, with what it lacks.
 NO_FLAGS = {
@@ -75,7 +78,8 @@ def test_printed_flags_are_read_back_as_the_same_model(name, tmp_path, monkeypat
     monkeypatch.setattr("megatron_hexi.models.megatron_arguments.find_refused", lambda *_: [])
     path = tmp_path / "job.args"
     path.write_text(shlex.join(replace_flags(model_flags(read_model(name), 4096), constant_flags(name))))
-    assert shapes(read_model(path)) == shapes(read_model(name))
+    without_vision = replace(read_model(name), vision=None)  # which flags do not describe
+    assert shapes(read_model(path)) == shapes(without_vision)
 
 
 @pytest.mark.parametrize("name", PRESETS)
