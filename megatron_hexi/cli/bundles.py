@@ -116,6 +116,14 @@ class PlanFeatures:
         bool | None, _feature("unequal_experts", "Let faster or larger GPUs hold more experts of a layer")
     ] = None
 
+    divide_images: Annotated[
+        bool,
+        typer.Option(
+            "--divide-images/--no-divide-images",
+            help="Divide images among the units of a replica's first stage by speed; else each encodes all.",
+            rich_help_panel=_USABLE,
+        ),
+    ] = True
     fastest: Annotated[
         bool,
         typer.Option(

@@ -16,7 +16,7 @@ import typer
 
 from megatron_hexi.cli.bundles import PlanFeatures
 from megatron_hexi.cli.output import say
-from megatron_hexi.cli.packed_documents import PackedDocuments
+from megatron_hexi.cli.sequence_contents import SequenceContents
 from megatron_hexi.cluster import MEMORY_MARGIN, PlannerRules
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import (
@@ -74,7 +74,7 @@ _JOB = "The job"
 #: Fields of bundles that are no terms of a `Job`.
 _NOT_TERMS = (
     "model",
-    "document_lengths",
+    *(field.name for field in dataclasses.fields(SequenceContents)),
     "data_parallel",
     "context_parallel",
     "expert_parallel",
@@ -149,7 +149,7 @@ OF_PLANNED_JOB = {field: planned for field, (_, planned) in _OTHERWISE.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training(PackedDocuments):
+class Training(SequenceContents):
     """Options that say how Megatron trains, named like `Job`'s fields; ``None`` where not given."""
 
     micro_batch_size: Annotated[int | None, count_option("micro_batch_size", "Sequences per micro-batch")] = (
@@ -336,7 +336,7 @@ class NewJob(PlanFeatures, Training):
             check_depth(stated["pipeline_parallel"], model.layers)
         chunks = stated.pop("virtual_stages", None)
         job = Job(model=model, **stated, **unfused_terms(self.model))
-        job = self.with_documents(job, dealt=batch_shares)
+        job = self.with_contents(job, dealt=batch_shares, divided=self.divide_images)
         margin = self.memory_margin / 100
         if terms and terms.context_parallel is not None and self.context_parallel is None:
             flag = spell_flag("context_parallel", terms.context_parallel)

@@ -80,7 +80,7 @@ class PlannedJob(Training):
         shapes = read_model(model)
         refuse_imbalance(self.expert_imbalance, shapes)
         job = job_of_plan(plan, shapes, **stated, **unfused_terms(model))
-        return self.with_documents(job, dealt=plan.rates is not None)
+        return self.with_contents(job, dealt=plan.rates is not None)
 
     def _check_terms(self, plan: Plan, path: Path, stated: Mapping[str, Any]) -> None:
         """Refuse options that contradict the plan, with both values."""

@@ -28,8 +28,8 @@ from megatron_hexi.cli.output import (
     say,
     write_picture,
 )
-from megatron_hexi.cli.packed_documents import BatchShares
 from megatron_hexi.cli.script_start import arguments_of_script
+from megatron_hexi.cli.sequence_contents import BatchShares
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import planned_kernels, unit_rates
 from megatron_hexi.errors import HexiError, NoFlagError, NothingFitsError
@@ -170,7 +170,7 @@ def plan(
     from megatron_hexi.report.planned import job_dict, planned_dict, planned_report
 
     fitting = None
-    if planned.job.documents is None:
+    if planned.job.documents is None and planned.job.images is None:
         from megatron_hexi.planner import longest_in_layout
 
         fitting = longest_in_layout(planned.plan, planned.job, machines)

@@ -241,6 +241,16 @@ def rectangle_times(
     return Times(forward, backward)
 
 
+def square_times(speeds: Speeds, job: Job, area: Floats, size: float) -> Times:
+    """Return the seconds of one head's attention without a mask in squares of one size.
+
+    Args:
+        area: number of pairs of query and key in all squares.
+        size: number of queries of a square.
+    """
+    return _attention(speeds.full, job, area, np.full(np.shape(area), size))
+
+
 def _attention(curves: PassCurves, job: Job, area: Floats, size: Floats) -> Times:
     """Return the seconds of attention: 4 B max(D, V) area FLOPs forward, 2.5 times that backward."""
     flops, logs = 4 * job.micro_batch_size * job.model.kernel_dim * area, _logs(size)

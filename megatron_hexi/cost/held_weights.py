@@ -63,7 +63,7 @@ class HeldWeights:
                 for width in set(self.width):
                     self.density[key, width] = weights / self._elements[key]
         layers = map(_layers_key, range(len(job.model.kinds)))
-        for key in (*layers, "embedding", "output", "positions", "norm", "prediction"):
+        for key in (*layers, "embedding", "output", "positions", "norm", "prediction", "encoder"):
             self._elements[key] = max(1, self._params(key, widest) * widest // self._chunks)
             for width in set(self.width):
                 chunks = self._chunks // width
@@ -116,6 +116,7 @@ class HeldWeights:
             "positions": model.learned_positions * model.hidden_size,
             "norm": model.norm_params(model.hidden_size),
             "prediction": model.prediction_params(width),
+            "encoder": self._job.encoder_params,
         }[key]
 
     def _held(self, unit: Unit) -> Iterator[_Held]:
@@ -131,6 +132,8 @@ class HeldWeights:
         if is_first or embeds or ties:
             ministage = None if is_first and (embeds or ties) else first if is_first else last
             yield _Held("embedding", (0, 1), 1, 0 if is_first else behind, ministage)
+        if is_first and self._job.encoder_params:
+            yield _Held("encoder", (0, 1), 1, 0, first)
         if (is_first or embeds) and model.learned_positions:
             ministage = None if is_first and embeds else first if is_first else last
             yield _Held("positions", (0, 1), 1, 0 if is_first else behind, ministage)

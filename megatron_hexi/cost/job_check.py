@@ -11,7 +11,7 @@ from megatron_hexi.errors import PlanError
 from megatron_hexi.models.job import Job
 from megatron_hexi.plan import Plan, assign_micro_batches, require_repeated
 from megatron_hexi.plan.check_ministages import interleaving_fault
-from megatron_hexi.plan.flags import spell_flag
+from megatron_hexi.plan.flags import flag_name, spell_flag
 from megatron_hexi.plan.units import domain_rows
 
 
@@ -22,6 +22,7 @@ def check_job(plan: Plan, job: Job) -> Ints:
         PlanError: plan and job differ; with both values.
     """
     _check_experts(plan, job)
+    _check_images(plan, job)
     wanted = job.workload()
     fields = ["seq_length", "heads", "kv_heads", "head_dim", "layers", "hidden_size"]
     if domain_rows(plan)[0].layers is None:
@@ -64,6 +65,14 @@ def _check_experts(plan: Plan, job: Job) -> None:
         raise PlanError(
             f"workload.experts: the plan is for {planned}, but the job has {there} (model {job.model.name}); "
             "give the job that the plan was made for, or make a plan for this one"
+        )
+
+
+def _check_images(plan: Plan, job: Job) -> None:
+    if job.images is not None and plan.has_ministages:
+        raise PlanError(
+            "ministages: the encoder of images does not run in them; make a plan with the job's images, or "
+            f"leave {flag_name('images_per_sequence')} out"
         )
 
 

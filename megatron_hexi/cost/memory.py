@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Counts, Floats, Ints
+from megatron_hexi.cost.encoder_bytes import kept_bytes
 from megatron_hexi.cost.layer_bytes import (
     Flights,
     border_bytes,
@@ -79,7 +80,7 @@ FRAGMENTATION = 0.05
 
 
 def part_params(job: Job, part: ModelPart, experts: Floats | float = 0) -> Counts:
-    """Return the number of weights on one GPU: of layers, and of an embedding at either end.
+    """Return the number of weights on one GPU: of layers, of an embedding at either end, of the encoder.
 
     If first and last stage differ, both hold a tied embedding, or one that multi-token prediction needs.
 
@@ -98,6 +99,7 @@ def part_params(job: Job, part: ModelPart, experts: Floats | float = 0) -> Count
         + part.predictions(model).layers * model.prediction_params(tp)
         + part.is_last * last_norm
         + has_output * model.vocab_params(tp)
+        + part.is_first * job.encoder_params
     )
     return params
 
@@ -130,6 +132,7 @@ class Holdings:
         experts: number of routed experts in each layer with experts; a slice is a part of one.
         routed_rows: number of rows of a micro-batch that its experts compute; those of a slice count in part.
         fp8_copies: bytes of fp8 copies of a weight of the layers' matrices (`fp8.copies`); 0: in bf16.
+        images: number of images of a micro-batch that it encodes.
     """
 
     tokens: Floats
@@ -141,6 +144,7 @@ class Holdings:
     experts: Floats | float = 0
     routed_rows: Floats | float = 0
     fp8_copies: Floats | float = 0
+    images: Floats | float = 0
 
     @classmethod
     def of(
@@ -169,9 +173,11 @@ class Holdings:
         """
         turns, copies = section.turns(micro_batches), section.placement.stage.fp8_copies
         if experts is None:
-            return cls.of(section.arrays, turns, flights, fp8_copies=copies)
-        rows = experts.rows(section.job) / experts.parts
-        return cls.of(section.arrays, turns, flights, experts.whole, rows, copies)
+            held = cls.of(section.arrays, turns, flights, fp8_copies=copies)
+        else:
+            rows = experts.rows(section.job) / experts.parts
+            held = cls.of(section.arrays, turns, flights, experts.whole, rows, copies)
+        return held if section.images is None else replace(held, images=section.images)
 
 
 def static_memory(
@@ -287,6 +293,9 @@ def _part_memory(
     loss = logits_bytes(job, rows, logit_bytes(job))
     logits = np.where(part.is_last, np.maximum(loss - working, 0.0), 0.0)
     working = working + part.borders * border_bytes(job, held.tokens)
+    encoder = np.zeros(held.tokens.shape)
+    if job.images is not None:
+        encoder = encoder + part.is_first * in_flight * kept_bytes(job, part, held.images)
     return {
         **static_memory(
             job, part, here, added, state + np.zeros(params.shape), held.fp8_copies, held.experts
@@ -301,7 +310,8 @@ def _part_memory(
             LEAST_LIBRARY_BYTES,
             workspace_bytes(job, held.group_tokens, held.heads, held.kv) + message_buffers,
         )
-        + FRAGMENTATION * (activations + attention + working + logits),
+        + FRAGMENTATION * (activations + attention + working + logits + encoder),
+        "encoder": encoder,
     }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats
 
 Grows = Literal["tokens", "heads"]
-Lasts = Literal["always", "kept", "layer", "loss"]
+Lasts = Literal["always", "kept", "layer", "loss", "images"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class _MemoryTerms:
 
     @property
     def terms(self) -> dict[str, float]:
-        """Bytes of each term by name."""
-        return {term.name: getattr(self, term.name) for term in fields(self)}
+        """Bytes of each term by name; the encoder's where there is one."""
+        found = {term.name: getattr(self, term.name) for term in fields(self)}
+        return {name: size for name, size in found.items() if name != "encoder" or size}
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Tag:
         grows: quantity with which the term grows: the unit's `tokens`, or its `heads` times the tokens of its
             group; ``None``: neither.
         lasts: duration of the term: `always`; from a micro-batch's forward pass to its backward pass
-            (`kept`); while one `layer` is computed; while the `loss` is computed.
+            (`kept`), of its `images` by themselves; while one `layer` is computed; while the `loss` is
+            computed.
     """
 
     remedy: str
@@ -51,8 +53,8 @@ class Tag:
     lasts: Lasts
 
 
-def _tagged(grows: Grows | None, lasts: Lasts, remedy: str) -> Any:
-    return field(metadata={"tag": Tag(remedy, grows, lasts)})
+def _tagged(grows: Grows | None, lasts: Lasts, remedy: str, **more: Any) -> Any:
+    return field(metadata={"tag": Tag(remedy, grows, lasts)}, **more)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Memory(_MemoryTerms):
         logits: excess of the loss's tensors, if the stage has the loss, over the working set; the two are not
             needed at the same time.
         reserve: libraries, their workspaces and buffers, and the allocator.
+        encoder: activations of the encoder of images, of all micro-batches in flight.
     """
 
     weights: float = _tagged(None, "always", "cut the model with more tensor or pipeline parallelism")
@@ -84,6 +87,7 @@ class Memory(_MemoryTerms):
         "tokens", "loss", "give it fewer tokens, or cut the vocabulary with tensor parallelism"
     )
     reserve: float = _tagged(None, "always", "give it fewer tokens")
+    encoder: float = _tagged(None, "images", "give it fewer images, or recompute more", default=0.0)
 
 
 #: The tag of each term of `Memory`; a term without a tag is an error here.

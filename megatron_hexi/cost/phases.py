@@ -12,10 +12,11 @@ class Phases:
     """Seconds by phase along the critical path; they add up to the whole time.
 
     Args:
-        token: matrices and norms on tokens, routed experts among them, without the vocabulary's.
+        token: matrices and norms on tokens, routed experts and the encoder of images among them, without the
+            vocabulary's.
         attention: core attention.
         all_to_all: all-to-alls between the layouts of tokens and of heads, and to routed experts and back,
-            with the wait for the slowest rank of an expert domain.
+            with the wait for the slowest rank of an expert domain; features of images to their rows' owners.
         exchange: exposed exchange of keys, values and their gradients between groups.
         tensor_parallel: collectives inside a unit.
         logits: output matrix and loss.

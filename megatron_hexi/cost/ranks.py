@@ -44,7 +44,8 @@ class RankCost(RankPlace):
     """A rank's time in an iteration, and its memory; times are seconds and add up to the iteration.
 
     Args:
-        token_s: matrices, norms and routed experts on its tokens, recomputation included.
+        token_s: matrices, norms and routed experts on its tokens and its images' encoder, recomputation
+            included.
         attention_s: core attention on its heads, recomputation included.
         logits_s: output matrix and loss.
         optimizer_s: the optimizer's step.
@@ -107,7 +108,8 @@ def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
         passes = list(zip(cost.repeats, cost.passes, strict=True))
         waits = sum(times * _own_communication(plan, one) for times, one in passes)
         times = {
-            "token_s": turns * sum(times * (one.token + one.experts) for times, one in passes),
+            "token_s": turns
+            * (sum(times * (one.token + one.experts) for times, one in passes) + sum(cost.encoder_s)),
             "attention_s": turns * sum(times * one.attention for times, one in passes),
             "logits_s": turns * cost.logits,
             "optimizer_s": optimizer,

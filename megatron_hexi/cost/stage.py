@@ -1,4 +1,4 @@
-"""Seconds of a micro-batch in the stages of one section: their layers, logits and sends."""
+"""Seconds of a micro-batch in the stages of one section: their images, layers, logits and sends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
 from megatron_hexi.cost.collectives import loss_sum_seconds, pipeline_seconds
 from megatron_hexi.cost.compute import logits_times
+from megatron_hexi.cost.encoder import Encoding, encoding
+from megatron_hexi.cost.encoder_bytes import layers_again
 from megatron_hexi.cost.fp8 import computed_rows
 from megatron_hexi.cost.known_layers import KnownLayers
 from megatron_hexi.cost.layer import ExpertCycle, Layer, Pass
@@ -32,6 +34,7 @@ class StageCost:
         kinds: seconds of a layer of each kind.
         pipeline_s: exposed seconds of sends to the next stage and of its gradients back; with chunks only of
             the sends, after each chunk's forward pass.
+        encoding: seconds of a micro-batch's images; ``None``: the section encodes none.
         like: cost of the same units with other numbers of layers; ``None``: it is not known.
     """
 
@@ -39,6 +42,7 @@ class StageCost:
     kinds: tuple[Layer, ...]
     pipeline_s: float
     like: StageCost | None = None
+    encoding: Encoding | None = None
 
     @property
     def layer(self) -> Layer:
@@ -154,8 +158,26 @@ class StageCost:
             slowest = units[np.argmax(sums[units])]
             ends = Phases(logits=float(self.logits[slowest]), tensor_parallel=float(self.logits_sum[slowest]))
             whole = Phases(pipeline=self.pipeline_s).added(seconds, counts) + ends
-            found.append((whole, ahead.total + sent))
+            there, back = self.encoded(domain)
+            found.append((whole + there + back, (ahead + there).total + sent))
         return found
+
+    def encoded(self, domain: int) -> tuple[Phases, Phases]:
+        """Return the seconds of a domain's images by phase, forward and backward, of its slowest unit."""
+        if self.encoding is None:
+            return Phases(), Phases()
+        units, moved = self.section.arrays.unit_replica == domain, float(self.encoding.sent[domain]) / 2
+        there, back = (Phases(token=float(own[units].max()), all_to_all=moved) for own in self.encoder_s)
+        return there, back
+
+    @property
+    def encoder_s(self) -> tuple[Floats, Floats]:
+        """Seconds of each unit's images, forward and backward, [U]; 0 where the section encodes none."""
+        if self.encoding is None:
+            return np.zeros(len(self.section.units)), np.zeros(len(self.section.units))
+        part = self.section.part
+        again = layers_again(self.section.job, part.layers, part.again)
+        return self.encoding.forward(), self.encoding.backward(again)
 
     @property
     def replicas(self) -> tuple[Phases, ...]:
@@ -191,7 +213,7 @@ class StageCost:
 
     def of_parts(self, section: Section) -> StageCost:
         """Return the seconds of the same section with other numbers of layers in its `parts`."""
-        return StageCost(section, self.kinds, self.pipeline_s, self.like or self)
+        return StageCost(section, self.kinds, self.pipeline_s, self.like or self, self.encoding)
 
 
 def stage_cost(
@@ -214,7 +236,7 @@ def stage_cost(
         turns = 2 if parts.chunks == 1 else parts.chunks - int(np.any(parts.is_last))
         gpus = section.placement.stage.gpus
         send = turns * pipeline_seconds(known.links, job, _rows(section), gpus, following)
-    return StageCost(section, kinds, send)
+    return StageCost(section, kinds, send, encoding=encoding(section, known.links))
 
 
 def _rows(section: Section) -> Floats:

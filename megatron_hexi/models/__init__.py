@@ -26,6 +26,7 @@ from megatron_hexi.models.presets import (
     reading_notes,
 )
 from megatron_hexi.models.recipes import Recipe, recipes
+from megatron_hexi.models.vision import Images
 
 __all__ = [
     "BRIDGE_ALONE",
@@ -33,6 +34,7 @@ __all__ = [
     "PRECISIONS",
     "ArgumentTerms",
     "Documents",
+    "Images",
     "Job",
     "Model",
     "Recipe",

@@ -12,6 +12,7 @@ from megatron_hexi.kinds.part import Columns
 from megatron_hexi.models.documents import DocumentClass, Documents
 from megatron_hexi.models.model import Model
 from megatron_hexi.models.planned_kinds import refuse_unpacked, refuse_unplanned
+from megatron_hexi.models.vision import Images
 from megatron_hexi.options.job_terms import stage_terms
 from megatron_hexi.plan import JobTerms, Plan, Workload
 from megatron_hexi.plan.check_ministages import interleaving_fault
@@ -87,6 +88,7 @@ class Job:
             --use-precision-aware-optimizer gives them types; ``None``: as the precision has.
         gradient_bytes: bytes of the sum of a weight's gradients (2 by --grad-reduce-in-bf16); ``None``: as
             the precision has.
+        images: images of each sequence, which the first stage encodes; ``None``: the encoder is left out.
 
     Raises:
         HexiError: sizes that Megatron cannot divide, values that it does not know, or a model with layers
@@ -115,6 +117,7 @@ class Job:
     fp8_recipe: Fp8Recipe = "delayed"
     state_bytes: int | None = None
     gradient_bytes: int | None = None
+    images: Images | None = None
 
     def __post_init__(self) -> None:
         refuse_unplanned(self.model)
@@ -142,6 +145,22 @@ class Job:
         self._check_division()
         if self.documents is not None:
             refuse_unpacked(self.model, self.micro_batch_size, dealt=self.documents.dealt)
+        if self.images is not None:
+            self._check_images(self.images)
+
+    def _check_images(self, images: Images) -> None:
+        """Refuse images that the model does not encode, or that have more tokens than a sequence."""
+        spelt, vision = spell_flag("images_per_sequence", images.per_sequence), self.model.vision
+        if vision is None:
+            raise HexiError(f"{spelt}: {self.model.name} has no encoder of images; leave it out")
+        if self.lora_rank:
+            lora = spell_flag("lora_rank", self.lora_rank)
+            raise HexiError(f"{spelt} {lora}: images are not counted beside adapters; leave one of them out")
+        if self.image_tokens > self.seq_length:
+            raise HexiError(
+                f"{spelt} {spell_flag('patches', images.patches)}: are {self.image_tokens:,.0f} tokens, more "
+                f"than a sequence of {self.seq_length:,}; give fewer, or longer sequences"
+            )
 
     def _check_recomputation(self) -> None:
         """Check what is recomputed; a list, where it was JSON, and text with commas become a tuple."""
@@ -199,6 +218,48 @@ class Job:
             )
             for kind in self.model.kinds
         )
+
+    @cached_property
+    def encoder(self) -> Job | None:
+        """This job with the encoder's layers for a model and an image's patches for a sequence.
+
+        Each rank has the whole encoder, in 16 bits where layers are in fp8. ``None``: there are no images.
+        """
+        model = self.model.encoder
+        if self.images is None or model is None:
+            return None
+        return replace(
+            self,
+            model=model,
+            seq_length=self.images.patches,
+            micro_batch_size=1,
+            global_batch_size=1,
+            tensor_parallel=1,
+            pipeline_parallel=1,
+            virtual_stages=1,
+            recompute="none",
+            precision="bf16" if self.precision == "fp8" else self.precision,
+            latent_exchange=False,
+            documents=None,
+            images=None,
+        )
+
+    @property
+    def image_tokens(self) -> float:
+        """Number of tokens of a sequence that are images."""
+        if self.images is None or self.model.vision is None:
+            return 0.0
+        return self.images.per_sequence * self.model.vision.tokens(self.images.patches)
+
+    @property
+    def first_layers(self) -> int:
+        """Least number of layers of a first stage: 1, or those that add further features of images."""
+        return max(1, 0 if self.images is None or self.model.vision is None else self.model.vision.deepstack)
+
+    @property
+    def encoder_params(self) -> int:
+        """Number of weights of the encoder on each rank of a first stage; 0 without images."""
+        return 0 if self.images is None else self.model.encoder_params
 
     @cached_property
     def in_bf16(self) -> Job:

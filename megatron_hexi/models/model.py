@@ -31,7 +31,7 @@ class Model(Decoder):
 
     @cached_property
     def encoder(self) -> Model | None:
-        """The layers of the encoder of images as a model of such layers; ``None``: there is no encoder."""
+        """The layers of the encoder of images as a model of such layers; ``None`` without an encoder."""
         if self.vision is None:
             return None
         fields = self.vision.layer_fields
@@ -39,7 +39,7 @@ class Model(Decoder):
 
     @cached_property
     def encoder_params(self) -> int:
-        """Number of weights of the encoder of images, which every rank has whole; 0: there is none."""
+        """Number of weights of the encoder of images, which every rank has whole; 0 without one."""
         if self.vision is None or self.encoder is None:
             return 0
         layers = self.vision.layers * self.encoder.layer_params()

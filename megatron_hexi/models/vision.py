@@ -103,6 +103,8 @@ class Images:
     Args:
         per_sequence: number of images of a sequence.
         patches: number of patches of an image, before they are merged.
+        divided: whether plans divide the images of a micro-batch among the units of a first stage; else every
+            unit encodes all.
 
     Raises:
         HexiError: a value is no whole number above 0.
@@ -110,6 +112,7 @@ class Images:
 
     per_sequence: int
     patches: int
+    divided: bool = True
 
     def __post_init__(self) -> None:
         for field, flag in (("per_sequence", "images_per_sequence"), ("patches", "patches")):

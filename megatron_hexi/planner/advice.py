@@ -182,7 +182,7 @@ def _shortened(asked: _Variant) -> Iterator[_Variant]:
     length = asked.request.job.seq_length
     for power in itertools.count(1):
         for part in (3 * length >> (power + 1), length >> power):
-            if part < _ROUND:
+            if part < _ROUND + asked.request.job.image_tokens:
                 return
             yield asked.with_term("seq_length", part // _ROUND * _ROUND)
 

@@ -85,10 +85,12 @@ def with_longest_sequence(
         first_plan: finds some plan that fits; ``None``: it finds none.
 
     Raises:
-        HexiError: documents are packed into sequences.
+        HexiError: documents are packed into sequences, or these have images.
     """
     if request.job.documents is not None:
         raise HexiError("--longest: documents have lengths of their own; leave --document-lengths out")
+    if request.job.images is not None:
+        raise HexiError("--longest: images have numbers of their own; leave --images-per-sequence out")
 
     def longest_at(length: int) -> int:
         """Return the longest sequence in the layout that is found for a length; 0: none is found."""

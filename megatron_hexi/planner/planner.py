@@ -115,11 +115,16 @@ def longest_request(request: Request, cluster: Cluster, progress: Progress) -> R
 
 
 def _without_dealing(request: Request) -> Request:
-    """Return the request as Megatron's flags train it: each document is cut over all groups."""
-    documents = request.job.documents
-    if documents is None:
-        return request
-    return replace(request, job=replace(request.job, documents=replace(documents, dealt=False)))
+    """Return the request as Megatron's flags train it.
+
+    Each document is cut over all groups, and every rank encodes all images of its sequences.
+    """
+    job = request.job
+    if job.documents is not None:
+        job = replace(job, documents=replace(job.documents, dealt=False))
+    if job.images is not None:
+        job = replace(job, images=replace(job.images, divided=False))
+    return replace(request, job=job)
 
 
 @dataclass(frozen=True)

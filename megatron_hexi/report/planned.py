@@ -80,7 +80,9 @@ def planned_dict(planned: Planned, cluster: Cluster) -> dict[str, Any]:
 def job_dict(job: Job) -> dict[str, Any]:
     """Return the job as plain values, with the model's name."""
     fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
-    return fields | {"model": job.model.name, "documents": _documents_dict(job)}
+    images = {} if job.images is None else {"images": vars(job.images)}
+    fields.pop("images")
+    return fields | {"model": job.model.name, "documents": _documents_dict(job)} | images
 
 
 def _documents_dict(job: Job) -> dict[str, Any] | None:
@@ -102,8 +104,8 @@ def job_line(job: Job, cluster: Cluster) -> str:
     gpus = ", ".join(f"{count} x {name}" for name, count in counts.items())
     scales = f", fp8 by {job.fp8_recipe} scales" if job.precision == "fp8" else ""
     return (
-        f"{job.model.name}, {job.seq_length:,} tokens{_spell_documents(job)}, global batch "
-        f"{job.global_batch_size}{scales}, on {cluster.name}: {gpus}"
+        f"{job.model.name}, {job.seq_length:,} tokens{_spell_documents(job)}{_spell_images(job)}, "
+        f"global batch {job.global_batch_size}{scales}, on {cluster.name}: {gpus}"
     )
 
 
@@ -114,6 +116,14 @@ def _spell_documents(job: Job) -> str:
     shared = "dealt out anew in every batch" if documents.dealt else "each cut over all groups"
     mean = f"{documents.mean:,.0f}"
     return f" in documents of {documents.lengths[0]:,} to {documents.lengths[-1]:,} (mean {mean}), {shared}"
+
+
+def _spell_images(job: Job) -> str:
+    images = job.images
+    if images is None:
+        return ""
+    tokens = f"{job.image_tokens:,.0f} tokens"
+    return f" with {images.per_sequence:,} images of {images.patches:,} patches ({tokens})"
 
 
 def expert_lines(plan: Plan, cluster: Cluster) -> list[str]:

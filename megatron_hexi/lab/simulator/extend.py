@@ -31,7 +31,7 @@ class StageTimes:
     """Times of one micro-batch in the stages of a section, or in their layers of one kind.
 
     Args:
-        replicas: phases of each domain, exposed sends included.
+        replicas: phases of each domain, images and exposed sends included.
         forward: seconds of each domain's forward pass, without recomputation and logits, [domains].
         busy: seconds of each unit's work by kind (``token``, ``attention``, ``experts``), [U] each.
         communication: waiting while its own messages are in flight, [U], exposed sends included.
@@ -68,11 +68,17 @@ def extend_stage(section: Section, replays: Sequence[SectionReplay], cost: Stage
     for replay in replays:
         layers[replay.kind] = _simulated_layer(replay, cost.kinds[replay.kind])
     sends = Phases(pipeline=cost.pipeline_s)
+    encoded = [cost.encoded(domain) for domain in range(len(whole.replicas))]
+    ahead = np.array([there.total for there, _ in encoded])
+    moved = np.array([there.all_to_all + back.all_to_all for there, back in encoded])
     return replace(
         whole,
-        replicas=tuple(phases + sends for phases in whole.replicas),
-        forward=whole.forward + cost.pipeline_s / (2 if section.part.chunks == 1 else 1),
-        communication=whole.communication + cost.pipeline_s,
+        replicas=tuple(
+            phases + sends + there + back
+            for phases, (there, back) in zip(whole.replicas, encoded, strict=True)
+        ),
+        forward=whole.forward + ahead + cost.pipeline_s / (2 if section.part.chunks == 1 else 1),
+        communication=whole.communication + moved[section.arrays.unit_replica] + cost.pipeline_s,
         cost=replace(cost, kinds=tuple(layers)),
     )
 

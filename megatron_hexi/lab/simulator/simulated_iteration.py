@@ -132,6 +132,11 @@ def _ranks(
             "token": turns * stage.busy["token"],
             "attention": turns * stage.busy["attention"],
             **({} if timing.experts[number] is None else {"experts": turns * stage.busy["experts"]}),
+            **(
+                {}
+                if timing.model.job.images is None
+                else {"encoder": turns * sum(timing.stages[number].encoder_s)}
+            ),
             "logits": turns * timing.stages[number].logits,
             "optimizer": timing.optimizer[number],
         }

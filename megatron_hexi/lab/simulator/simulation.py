@@ -20,8 +20,8 @@ class RankTimeline(RankPlace):
 
     Args:
         section: number of the units that were replayed together; their spans have a common start.
-        busy: work by kind: ``token``, ``attention``, ``experts`` where the model has some, ``logits``,
-            ``optimizer``; recomputation included.
+        busy: work by kind: ``token``, ``attention``, ``experts`` where the model has some, ``encoder`` where
+            sequences have images, ``logits``, ``optimizer``; recomputation included.
         communication_s: waiting while its own messages are in flight, all-reduces inside a unit, and exposed
             time of gradients and weights.
         idle_s: waiting for others, and for the pipeline to fill and drain.

@@ -170,7 +170,7 @@ def _checked(values: dict[str, Any], model_type: str, path: Path, **more: Any) -
 
 
 def _encoder(values: dict[str, Any], path: Path) -> Config | None:
-    """Return the encoder of images of a file; ``None``: there is none, or its type's is left out."""
+    """Return the encoder of images of a file; ``None``: the file has none, or none that is read."""
     name = values.get("model_type")
     wrapper = WRAPPERS.get(name) if isinstance(name, str) else None
     fields = values.get("vision_config")

@@ -9,13 +9,13 @@ from typing import Any
 from megatron_hexi.errors import HexiError, NoFlagError
 from megatron_hexi.models.hugging_face.config import Config, read_config
 from megatron_hexi.models.hugging_face.constants import constants_of
+from megatron_hexi.models.hugging_face.encoders import vision_of
 from megatron_hexi.models.hugging_face.layers import (
     expert_fields,
     hybrid_pattern,
     state_fields,
     window_fields,
 )
-from megatron_hexi.models.hugging_face.vision import vision_of
 from megatron_hexi.models.model import Model
 
 

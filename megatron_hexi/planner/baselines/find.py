@@ -235,7 +235,8 @@ def _fleets(request: Request, cluster: Cluster) -> Iterator[tuple[Fleet, Sequenc
             problem = problem or refused
             continue
         has_units = True
-        if flags.has_equal_stages and request.chunk_counts(flags):
+        has_first_layers = depth == 1 or flags.stage_layers >= flags.first_layers
+        if flags.has_equal_stages and has_first_layers and request.chunk_counts(flags):
             yield from found
     if problem is not None and not has_units:
         raise problem

@@ -293,12 +293,14 @@ def _dealt(layout: FlagLayout, job: Job, model: Callable[[Job], CostModel]) -> I
     """Yield a layout's timed plans, as layers move to faster stages."""
     layers = job.model.layers
     dealt = apportion(layers, [1.0] * job.pipeline_parallel)
+    if dealt[0] < job.first_layers:
+        return
     for _ in range(_ROUNDS):
         plan, own = replace(layout, layers=tuple(dealt)).plan(job, 1)
         candidate = Candidate(plan, own, model(own).timing(plan))
         yield candidate
         following = _deal_again(candidate, dealt, layers)
-        if following is None or following == dealt:
+        if following is None or following == dealt or following[0] < job.first_layers:
             break
         dealt = following
 

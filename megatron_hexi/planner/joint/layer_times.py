@@ -17,6 +17,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
+from megatron_hexi.cost.encoder_bytes import encoder_bytes
 from megatron_hexi.cost.fp8 import computed_rows
 from megatron_hexi.cost.layer import Layer
 from megatron_hexi.cost.layer_bytes import border_bytes, prediction_bytes
@@ -205,6 +206,12 @@ class LayerTimer:
             return largest
 
         everything = np.ones(len(pool), dtype=bool)
+        encoder, again, kept = 0.0, 0.0, np.zeros((3, len(pool)))
+        if stage.encoding is not None and section.images is not None:
+            ahead, back = stage.encoding.forward(), stage.encoding.backward(0)
+            encoder = float(ahead.max() + back.max() + stage.encoding.sent.max())
+            again, found = float(stage.encoding.layers.forward.max()), encoder_bytes(once, section.images)
+            kept = allocated_bytes(np.array([found.layer, found.again, found.outside]))
         return LayerTimes(
             forward=mean(lambda layer: float(layer.forward.finish.max())),
             backward=mean(lambda layer: float(layer.backward.finish.max())),
@@ -221,6 +228,9 @@ class LayerTimer:
             experts=most(held.experts + np.zeros(len(pool))),
             fp8_copies=most(held.fp8_copies + np.zeros(len(pool))),
             expert_copies=1 if placed is None else len(np.unique(placed.domain)),
+            encoder=encoder,
+            encoder_again=again,
+            encoder_kept=np.array([most(part) for part in kept]),
             domain=(trial.fleet.pattern, trial.layouts[0]),
         )
 
@@ -260,6 +270,9 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
         experts=joined("experts"),
         fp8_copies=np.concatenate([layer.fp8_copies for layer in layers]),
         expert_copies=min(layer.expert_copies for layer in layers),
+        encoder=together([layer.encoder for layer in layers]),
+        encoder_again=together([layer.encoder_again for layer in layers]),
+        encoder_kept=joined("encoder_kept"),
     )
 
 

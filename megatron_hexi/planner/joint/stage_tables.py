@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Counts, Floats, Ints
+from megatron_hexi.cost.encoder_bytes import EncoderBytes, layers_again
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, owned_params, part_params, static_memory
 from megatron_hexi.cost.model_part import KindLayers, ModelPart
 from megatron_hexi.models import Job
@@ -139,13 +141,25 @@ class StageTables:
         modes, offered = np.zeros(best.shape, dtype=np.int64), self.timer.offered
         # Layers of multi-token prediction stand for layers of the mean.
         predictions = is_last * job.model.mtp_layers
-        for mode, again in self._choices(layer, room, count + predictions, under_way):
+        vision = job.model.vision if job.images is not None else None
+        kept_images, freed_images = np.zeros(()), np.zeros(())
+        if vision is not None:
+            kept_images = first * layer.images.kept(vision.layers, 0)
+            freed_images = first * (layer.images.layer - layer.images.again)
+        for mode, again in self._choices(
+            layer, room, count + predictions, under_way, kept_images, freed_images
+        ):
             again = np.minimum(again, count)
             held = KindLayers(count + predictions, again + predictions * np.equal(again, count))
             on_kinds = KindLayers(held.layers, np.expand_dims(held.again, -2))
             kept = on_kinds.kept(layer.kept[0], layer.kept[mode])
             taken = under_way * kept + layer.working[mode]
             seconds = held.seconds(layer.seconds, layer.added[mode]) + is_last * layer.logits
+            if vision is not None:
+                repeated = layers_again(replace(job, recompute=offered[mode]), count, again)
+                seconds = seconds + first[..., 0] * (layer.encoder + repeated * layer.encoder_again)
+                images = layer.images.kept(vision.layers, np.expand_dims(repeated, -2))
+                taken = taken + under_way * first * images
             if np.all(best <= seconds):
                 continue  # whatever room there is
             seconds = seconds * _stretch(layer.weight, room, taken)
@@ -153,16 +167,27 @@ class StageTables:
             better = seconds < best
             best, modes = np.where(better, seconds, best), np.where(better, partly, modes)
         shape = len(stages), 2, -1, self.layers
+        if job.first_layers > 1:  # a first stage takes as long with fewer, so that it gets no fewer
+            few = best[..., job.first_layers - 1 : job.first_layers]
+            best = np.where(first[..., 0] & (count < job.first_layers), few, best)
         longest = np.maximum.accumulate(best, axis=-1).reshape(shape)
         yield from (Table(*own, offered) for own in zip(longest, modes.reshape(shape), strict=True))
 
     def _choices(
-        self, layer: _Layers, room: Floats, count: Ints, under_way: Ints
+        self,
+        layer: _Layers,
+        room: Floats,
+        count: Ints,
+        under_way: Ints,
+        kept_images: Floats,
+        freed_images: Floats,
     ) -> Iterator[tuple[int, Ints]]:
         """Yield modes of recomputation (indices), and how many layers each recomputes, [L] or [S, P, L].
 
         Args:
             count: numbers of layers, with those of multi-token prediction, [L].
+            kept_images: bytes of a micro-batch's images on a first stage.
+            freed_images: bytes that a layer of the encoder frees that is computed again.
         """
         layers = np.arange(1, self.layers + 1)
         if self._fixed is not None:
@@ -174,8 +199,8 @@ class StageTables:
         for mode in range(1, full + 1):
             yield mode, layers
         # As many whole layers as free the memory that is missing; the layer at work then is one of them.
-        freed = under_way * np.maximum(layer.kept[0] - layer.kept[full], 1e-9)
-        kept = count * under_way * layer.kept[0]
+        freed = under_way * np.maximum(layer.kept[0] - layer.kept[full] + freed_images, 1e-9)
+        kept = under_way * (count * layer.kept[0] + kept_images)
         missing = kept + layer.working[full] - room
         needed = np.ceil(np.maximum(missing, 0.0) / freed).max(axis=2)
         yield full, np.clip(needed, 1, count).astype(np.int64)
@@ -207,6 +232,9 @@ class _Layers:
         self.expert_copies = whole(layer.expert_copies for layer in layers)[..., None]
         self.seconds = whole(layer.seconds for layer in layers)
         self.logits = whole(layer.logits for layer in layers)
+        self.encoder = whole(layer.encoder for layer in layers)
+        self.encoder_again = whole(layer.encoder_again for layer in layers)
+        self.images = EncoderBytes(*modes("encoder_kept"))
         self.added = [whole(added) for added in zip(*(layer.added for layer in layers), strict=True)]
         tokens = kinds("units") * kinds("tokens")
         #: Part of the tokens that each kind's units have together.

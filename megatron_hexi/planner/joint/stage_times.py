@@ -32,6 +32,10 @@ class LayerTimes:
         kept: bytes kept for a layer and micro-batch in flight, by mode of recomputation, [modes, pools].
         working: bytes of the layer that is computed, by mode of recomputation, [modes, pools].
         logits_bytes: bytes of the loss, and those that multi-token prediction keeps besides its layers.
+        encoder: seconds of the images of a first stage in both passes, without recomputation.
+        encoder_again: seconds of computing one layer of the encoder again.
+        encoder_kept: bytes kept for a micro-batch's images: of a layer, of one that is computed again, and
+            outside the encoder's layers, [3, pools].
         border_bytes: bytes of each border between stages.
         experts: the most routed experts on a GPU of each pool, in each layer that has experts.
         fp8_copies: bytes of fp8 copies of a weight of matrices on a GPU of each pool; 0: in bf16.
@@ -54,6 +58,9 @@ class LayerTimes:
     experts: Floats
     fp8_copies: Floats
     expert_copies: int
+    encoder: float
+    encoder_again: float
+    encoder_kept: Floats
     domain: tuple[Pattern, Layout] | None = None
 
     def slower(self, factor: float) -> LayerTimes:

@@ -17,6 +17,7 @@ from megatron_hexi.plan.proportion import worthwhile_parts
 from megatron_hexi.planner.expert_placement import spread_experts
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.deal import assign_tokens
+from megatron_hexi.planner.layouts.images import divided_images
 
 #: Units of each group, the outermost group first.
 Grouping = tuple[tuple[int, ...], ...]
@@ -135,6 +136,8 @@ def build_domain(
         (domain,) = spread_experts(
             [domain], experts.count, fleet.experts.domain_size, lambda rank: fleet.expert_weight(gpu[rank])
         )
+    if fleet.part is None or fleet.part.is_first:
+        domain = divided_images(domain, fleet.job, lambda rank: fleet.cluster.ranks[gpu[rank]].device)
     return domain
 
 

@@ -12,7 +12,7 @@ from megatron_hexi.models import Job
 from megatron_hexi.plan import Member, Plan, Replica, Stage
 from megatron_hexi.plan.recompute import Recompute
 from megatron_hexi.plan.terms import Offload
-from megatron_hexi.plan.units import domain_rows, rank_gpus
+from megatron_hexi.plan.units import DomainRow, domain_rows, rank_gpus
 
 #: A stage of a plan: numbers of its replica, and of the stage in it.
 type Place = tuple[int, int]
@@ -82,7 +82,7 @@ def written_out(plan: Plan, job: Job, counts: Sequence[int] | None = None) -> tu
         return plan, job
     stages: list[list[Stage]] = [[] for _ in plan.replicas]
     for row in domain_rows(plan, job.micro_batch_size, job.pipeline_parallel, job.model.layers):
-        domain = row.domain.with_members(partial(_from_rank, row.first_rank))
+        domain = row.domain.with_members(partial(_in_stage, row))
         stages[row.replica].append(
             Stage((domain,), layers=row.layers, recompute=job.recompute, exchange=row.exchange)
         )
@@ -93,9 +93,10 @@ def written_out(plan: Plan, job: Job, counts: Sequence[int] | None = None) -> tu
     )
 
 
-def _from_rank(first: int, member: Member) -> Member:
-    """Return the member with `first` added to all of its ranks."""
-    return replace(member, ranks=tuple(rank + first for rank in member.ranks))
+def _in_stage(row: DomainRow, member: Member) -> Member:
+    """Return the member of a repeated stage as it is in one of the stages."""
+    ranks = tuple(rank + row.first_rank for rank in member.ranks)
+    return replace(member, ranks=ranks, patches=member.patches if row.stage == 0 else None)
 
 
 def plan_of_whole(plan: Plan, cluster: Cluster, left_out: Collection[int]) -> Plan:

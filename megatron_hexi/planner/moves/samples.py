@@ -77,5 +77,5 @@ def _in_samples(plan: Plan, micro_batch_size: int, counts: Sequence[int]) -> Pla
 def _alone(plan: Plan, member: Member, samples: int) -> Domain:
     """Return a domain of one unit, which has all tokens and heads of its samples."""
     length, heads = plan.workload.seq_length, plan.workload.heads // len(member.ranks)
-    whole = replace(member, tokens=length, heads=(0, heads))
+    whole = replace(member, tokens=length, heads=(0, heads), patches=None)
     return Domain((Group(((0, length),), (whole,)),), samples)

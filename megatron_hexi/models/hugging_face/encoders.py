@@ -10,7 +10,7 @@ from megatron_hexi.models.vision import Vision
 
 
 def vision_of(config: Config, hidden_size: int) -> Vision | None:
-    """Return the encoder of a model's images; ``None``: it has none, or that of its type is left out.
+    """Return the encoder of a model's images; ``None``: the model has none, or none that is read.
 
     Args:
         hidden_size: width of the decoder.

@@ -1,0 +1,97 @@
+"""Options on what sequences hold: documents of which they are packed, and images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import typer
+
+from megatron_hexi.cli.bundles import Bundle
+from megatron_hexi.cli.output import say
+from megatron_hexi.errors import HexiError
+from megatron_hexi.models import Images, Job, read_documents
+from megatron_hexi.plan.flags import flag_name, spell_flag
+
+BatchShares = Annotated[
+    bool,
+    typer.Option(
+        "--batch-shares",
+        help="Plan for training with --hexi-batch-shares, which deals out each batch's documents anew: the "
+        "plan has its units' rates, and with --document-lengths times are those of documents dealt out.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceContents(Bundle):
+    """The documents of which sequences are packed, and the images in them."""
+
+    document_lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of the documents that are packed into sequences and attend within themselves "
+            "(--dataloader-inter-document-masking, --sft): a JSON list, or lines of LENGTH or LENGTH COUNT, "
+            "or log-normal, such as lognormal:1500,1.2,32768. Default: a sequence is one document.",
+            metavar="FILE|lognormal:MEDIAN,SIGMA[,MAX]",
+            rich_help_panel="The job",
+        ),
+    ] = None
+
+    images_per_sequence: Annotated[
+        int | None,
+        typer.Option(
+            help="Images of a sequence, of a model with an encoder; a video is an image for each pair of its "
+            "frames. Default: none, and the encoder is left out.",
+            metavar="N",
+            rich_help_panel="The job",
+        ),
+    ] = None
+    patches: Annotated[
+        int | None,
+        typer.Option(
+            help="Patches of an image, before they are merged.", metavar="N", rich_help_panel="The job"
+        ),
+    ] = None
+
+    def with_contents(self, job: Job, *, dealt: bool, divided: bool = True) -> Job:
+        """Return the job with the documents and images of the options.
+
+        Notes say which documents are longer than a sequence, and that an encoder is left out.
+
+        Args:
+            dealt: whether every batch's documents are dealt out anew.
+            divided: whether plans divide images among the units of a first stage.
+
+        Raises:
+            HexiError: only one of the options on images is given, or the model has no encoder.
+        """
+        return self._with_documents(self._with_images(job, divided), dealt)
+
+    def _with_images(self, job: Job, divided: bool) -> Job:
+        count, patches = self.images_per_sequence, self.patches
+        if count is not None and patches is not None:
+            return replace(job, images=Images(count, patches, divided))
+        given = {"images_per_sequence": count, "patches": patches}
+        names = [flag_name(name) for name, value in given.items() if value is None]
+        if len(names) == 1:
+            (there,) = (spell_flag(name, value) for name, value in given.items() if value is not None)
+            raise HexiError(f"{there}: counts only with {names[0]}; give that too")
+        if job.model.vision is not None:
+            say(
+                f"note: {job.model.name} has an encoder of images, which is left out; give {names[0]} and "
+                f"{names[1]} to count it"
+            )
+        return job
+
+    def _with_documents(self, job: Job, dealt: bool) -> Job:
+        if self.document_lengths is None:
+            return job
+        documents = replace(read_documents(self.document_lengths), dealt=dealt)
+        longer = documents.longer_than(job.seq_length)
+        if longer:
+            say(
+                f"note: --document-lengths {self.document_lengths}: {longer:.2%} of the documents are longer "
+                f"than a sequence of {job.seq_length} tokens, and count as cut at its ends"
+            )
+        return replace(job, documents=documents)

@@ -1,0 +1,154 @@
+"""The encoder of images: its FLOPs against torch's count, and what a plan's images add to time and memory."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from megatron_hexi.cluster import PassCurves
+from megatron_hexi.cluster.device import Curve
+from megatron_hexi.cost import CostModel
+from megatron_hexi.cost.compute import Speeds
+from megatron_hexi.cost.encoder import encoder_times
+from megatron_hexi.cost.encoder_bytes import encoder_bytes, layers_again
+from megatron_hexi.errors import HexiError, PlanError
+from megatron_hexi.lab.simulator import simulate
+from megatron_hexi.models import Images, read_model
+from megatron_hexi.models.vision import Vision
+from megatron_hexi.plan import Plan
+from megatron_hexi.plan.proportion import proportional_plan
+from tests.support.costs import TINY, cluster, tiny_job
+from tests.support.published_vision import VISION
+
+RATE = 1e12
+CURVE = Curve((1.0,), (RATE / 1e12,), "test")
+#: Memory takes no time, and all products run at one rate: seconds are FLOPs.
+COUNTING = Speeds(CURVE, CURVE, PassCurves(CURVE, CURVE), PassCurves(CURVE, CURVE), memory=1e30)
+MODEL = replace(
+    TINY,
+    vision=Vision(layers=3, hidden_size=256, heads=2, ffn_hidden_size=512, patch_values=192, deepstack=1),
+)
+IMAGES = Images(per_sequence=8, patches=64)
+JOB = tiny_job(model=MODEL, seq_length=4096, global_batch_size=4, images=IMAGES)
+TEXT = replace(JOB, images=None)
+MACHINES = cluster([("a", "DOUBLE", 1), ("b", "PLAIN", 1)])
+
+
+def with_patches(plan: Plan, *patches: int | None) -> Plan:
+    (replica,) = plan.replicas
+    (stage,) = replica.stages
+    weights = dict(zip((member.ranks for member in stage.members), patches, strict=True))
+    domain = stage.domain.with_members(lambda member: replace(member, patches=weights[member.ranks]))
+    return replace(plan, replicas=(replace(replica, stages=(replace(stage, domains=(domain,)),)),))
+
+
+PLAN = proportional_plan(JOB.workload(), [[[2, 1]]])
+
+
+@pytest.mark.parametrize(
+    ("name", "vision", "side"),
+    [
+        ("Qwen/Qwen2.5-VL-7B-Instruct", {"depth": 3, "fullatt_block_indexes": [1], "window_size": 56}, 16),
+        ("Qwen/Qwen3-VL-8B-Instruct", {"depth": 3, "deepstack_visual_indexes": [0, 1]}, 8),
+    ],
+)
+def test_products_are_those_that_torch_counts(tmp_path, name, vision, side):
+    more = {"hidden_size": 128, "intermediate_size": 192, "num_heads": 1, **vision}
+    config = VISION[name] | {"vision_config": VISION[name]["vision_config"] | more}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model: Any = read_model(tmp_path)
+    own = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        kind = type(AutoModelForImageTextToText.from_config(own).model.visual)
+    own.vision_config._attn_implementation = "eager"
+    visual = kind(own.vision_config)
+    count, patches = 2, side**2
+    pixels = torch.zeros(count * patches, model.vision.patch_values)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        visual(pixels, grid_thw=torch.tensor([[1, side, side]] * count))
+    job = tiny_job(model=model, seq_length=4096, images=Images(count, patches))
+    layers, outside = encoder_times(COUNTING, job, np.array([float(count)]))
+    seconds = model.vision.layers * layers.forward + outside.forward
+    assert seconds[0] * RATE == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+def test_every_unit_encodes_all_images_unless_they_are_divided():
+    alone = CostModel(TEXT, MACHINES).timing(PLAN)
+    timings: list[Any] = [
+        CostModel(JOB, MACHINES).timing(with_patches(PLAN, *patches))
+        for patches in ((None, None), (2, 1), (1, 0), (0, 1))
+    ]
+    dealt = [timing.sections[0].images.tolist() for timing in timings]
+    assert dealt == [[8, 8], [5, 3], [8, 0], [0, 8]]
+    (speeds, slow) = (MACHINES.ranks[gpu].device for gpu in (0, 1))
+    assert speeds.name == "DOUBLE"
+    assert slow.name == "PLAIN"
+    for timing, images in zip(timings, dealt, strict=True):
+        (stage,) = timing.stages
+        ahead, back = stage.encoder_s
+        assert (ahead > 0).tolist() == [count > 0 for count in images]
+        added = timing.replicas[0].total - alone.replicas[0].total
+        sent = float(stage.encoding.sent[0])
+        assert (sent > 0) == (images != [8, 8])
+        assert added == pytest.approx(4 * (ahead.max() + back.max() + sent))
+    whole, shared = (timing.stages[0].encoder_s[0].max() for timing in timings[:2])
+    assert shared < 0.7 * whole
+
+
+def test_memory_has_the_encoder_and_its_images():
+    plan = with_patches(PLAN, 1, 0)
+    text, images = (CostModel(job, MACHINES).timing(plan).memory[0] for job in (TEXT, JOB))
+    assert (images["weights"] - text["weights"]).tolist() == [2 * MODEL.encoder_params] * 2
+    own = encoder_bytes(JOB, np.array([8.0, 0.0]))
+    assert images["encoder"].tolist() == own.kept(3, 0).tolist()
+    assert images["encoder"][1] == 0 < images["encoder"][0]
+    assert not text["encoder"].any()
+    full = CostModel(replace(JOB, recompute="full"), MACHINES).timing(plan)
+    assert full.memory[0]["encoder"][0] == own.kept(3, 3)[0] < own.kept(3, 0)[0]
+
+
+def test_as_many_layers_are_computed_again_as_of_the_decoder():
+    full = replace(JOB, recompute="full")
+    assert [int(layers_again(full, 8, again)) for again in (0, 2, 5, 8)] == [0, 2, 3, 3]
+    assert int(layers_again(full, 0, 0)) == 3  # a stage of the encoder alone
+    assert int(layers_again(replace(JOB, recompute="selective"), 8, 0)) == 0
+
+
+def test_the_simulator_encodes_as_long():
+    plan = with_patches(PLAN, 2, 1)
+    found = simulate(plan, JOB, MACHINES)
+    (stage,) = CostModel(JOB, MACHINES).timing(plan).stages
+    own = [4 * float(seconds) for seconds in np.sum(stage.encoder_s, axis=0)]
+    assert [rank.busy["encoder"] for rank in found.ranks] == pytest.approx(own)
+    text = simulate(PLAN, TEXT, MACHINES)
+    added = 4 * sum(phases.total for phases in stage.encoded(0))
+    assert found.phases.total - found.phases.optimizer - found.phases.gradients == pytest.approx(
+        text.phases.total - text.phases.optimizer - text.phases.gradients + added
+    )
+    assert "encoder" not in text.ranks[0].busy
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": TINY}, "--images-per-sequence 8: tiny has no encoder of images"),
+        ({"lora_rank": 4}, "--images-per-sequence 8 --lora-rank 4: images are not counted beside adapters"),
+        ({"images": Images(300, 64)}, "--patches 64: are 4,800 tokens, more than a sequence of 4,096"),
+    ],
+)
+def test_images_that_cannot_be_are_refused(changes, words):
+    with pytest.raises(HexiError, match=words):
+        replace(JOB, **changes)
+
+
+def test_ministages_are_refused_with_images():
+    (replica,) = PLAN.replicas
+    stage = replace(replica.stages[0], layers=(0, 2), ministages=2)
+    cut = replace(PLAN, replicas=(replace(replica, stages=(stage,)),))
+    with pytest.raises(PlanError, match="ministages: the encoder of images does not run in them"):
+        CostModel(JOB, MACHINES).timing(cut)

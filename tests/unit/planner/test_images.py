@@ -1,0 +1,94 @@
+"""Images of a sequence in plans: how units divide them, and the table of a first stage, which encodes."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_hexi.models import Images
+from megatron_hexi.models.vision import Vision
+from megatron_hexi.plan.proportion import proportional_plan
+from megatron_hexi.planner import Request, find_plan
+from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES
+from megatron_hexi.planner.joint.layer_times import LayerTimer
+from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
+from megatron_hexi.planner.joint.pools import StageShape
+from megatron_hexi.planner.joint.stage_tables import StageTables
+from megatron_hexi.planner.layouts.images import divided_images, image_seconds
+from tests.support.costs import TINY, cluster, tiny_job
+
+VISION = Vision(layers=4, hidden_size=512, heads=4, ffn_hidden_size=2048, patch_values=192)
+MODEL = replace(TINY, layers=8, vision=VISION)
+IMAGES = Images(per_sequence=48, patches=256)
+JOB = tiny_job(model=MODEL, seq_length=8192, global_batch_size=8, images=IMAGES)
+#: One sequence, which all GPUs share.
+ALONE = replace(JOB, global_batch_size=1)
+MACHINES = cluster([("a", "DOUBLE", 2), ("b", "PLAIN", 2)])
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 7])
+def test_the_last_unit_ends_as_early_as_whole_images_allow(count):
+    job = replace(JOB, images=Images(count, 64))
+    domain = proportional_plan(job.workload(), [[[1, 1], [1]]]).replicas[0].domain
+    devices = [MACHINES.ranks[gpu].device for gpu in (0, 2, 3)]
+    found: Any = divided_images(domain, job, lambda rank: devices[rank]).members
+    seconds = [image_seconds(device, job) for device in devices]
+    assert sum(member.patches for member in found) == count * 64
+    assert {member.patches % 64 for member in found} == {0}
+    ends = max(member.patches // 64 * each for member, each in zip(found, seconds, strict=True))
+    choices = (one for one in itertools.product(range(count + 1), repeat=3) if sum(one) == count)
+    best = min(max(own * each for own, each in zip(one, seconds, strict=True)) for one in choices)
+    assert ends == pytest.approx(best)
+
+
+def test_images_that_are_not_divided_leave_a_domain_as_it_is():
+    domain = proportional_plan(JOB.workload(), [[[1, 1]]]).replicas[0].domain
+    device = MACHINES.ranks[0].device
+    for images in (None, replace(IMAGES, divided=False)):
+        assert divided_images(domain, replace(JOB, images=images), lambda _: device) is domain
+
+
+def test_plans_divide_images_and_are_faster_for_it():
+    plans: list[Any] = [
+        find_plan(Request(replace(ALONE, images=replace(IMAGES, divided=divided)), effort="low"), MACHINES)
+        for divided in (True, False)
+    ]
+    dealt, whole = (planned.cost.iteration_s for planned in plans)
+    assert dealt < 0.9 * whole
+    for replica in plans[0].plan.replicas:
+        first, *others = replica.stages
+        together = sum(member.patches for member in first.members)
+        assert together % (IMAGES.per_sequence * IMAGES.patches) == 0 < together
+        assert all(member.patches is None for stage in others for member in stage.members)
+    assert all(member.patches is None for member in plans[1].plan.members)
+
+
+def test_a_first_stage_has_the_encoder_in_its_table():
+    request = Request(ALONE)
+    timer = LayerTimer(
+        replace(request.job, recompute="selective"),
+        MACHINES,
+        [1],
+        IN_WHOLE_STAGES,
+        ("none", "selective", "full"),
+    )
+    tables: Any = StageTables(request, timer, timer.pools)
+    shape = StageShape((2, 0), 1)
+    first, later = (tables.table(shape, 1, is_first, False, 1, True).seconds for is_first in (True, False))
+    layer: Any = timer.layer(shape, True)
+    assert layer.encoder > 0
+    assert first - later == pytest.approx(layer.encoder)
+
+
+def test_a_first_stage_keeps_the_layers_that_add_features():
+    further = replace(JOB, model=replace(MODEL, vision=replace(VISION, deepstack=3)), global_batch_size=1)
+    timer = LayerTimer(
+        replace(further, recompute="selective"), MACHINES, [1], IN_WHOLE_STAGES, ("none", "selective", "full")
+    )
+    tables: Any = StageTables(Request(further), timer, timer.pools)
+    first = tables.table(StageShape((2, 0), 1), 1, True, False, 1, True).seconds
+    assert first[0] == first[1] == first[2] < first[3]
+    search = PipelineSearch(Request(further), tables)
+    slow: Any = search.layered([StageShape((0, 1), 1), StageShape((2, 0), 1)], 1, 1)
+    assert slow.stages[0].layers == 3
