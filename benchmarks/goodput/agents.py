@@ -15,7 +15,7 @@ from typing import Self
 import psutil
 import torch.distributed as dist
 
-from benchmarks.goodput.job import COPY_INTERVAL, NODES, GoodputJob
+from benchmarks.goodput.job import NODES, GoodputJob
 from benchmarks.goodput.paced_rank import CLUSTER_VARIABLE
 from megatron_hexi.elastic.channel import SECRET_VARIABLE
 from megatron_hexi.elastic.launcher.job_store import keep_store
@@ -32,7 +32,7 @@ LOST_AFTER_S = 8
 Command = Callable[[int, str, int], list[str]]
 
 
-def elastic(folder: Path) -> Command:
+def elastic(folder: Path, copy_interval: int) -> Command:
     """Return the command of `megatron_hexi.elastic`, with copies in memory."""
     memory = folder / "memory"
     memory.mkdir()
@@ -41,7 +41,7 @@ def elastic(folder: Path) -> Command:
         return [
             *("-m", "megatron_hexi.elastic", "--nnodes", f"1:{len(NODES)}", "--nproc-per-node", str(ranks)),
             *("--rdzv-endpoint", f"localhost:{port}", "--node", node, "--local-addr", "localhost"),
-            *("--copy-interval", str(COPY_INTERVAL), "--copy-folder", str(memory)),
+            *("--copy-interval", str(copy_interval), "--copy-folder", str(memory)),
             *("--lost-after", str(LOST_AFTER_S), "--max-losses", _RESTARTS, "--script", str(_SCRIPT), "--"),
         ]
 

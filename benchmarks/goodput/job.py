@@ -10,8 +10,8 @@ from pathlib import Path
 #: Ranks of each node.
 NODES = {"n0": 2, "n1": 1, "n2": 1}
 BATCH = 12
-#: Iterations between checkpoints, in both ways, and between copies in memory.
-SAVE_INTERVAL, COPY_INTERVAL = 20, 2
+#: Iterations between checkpoints, in both ways.
+SAVE_INTERVAL = 20
 #: At this speed an iteration of `_MODEL` on all ranks takes about two seconds.
 _TFLOPS = 0.004
 _CURVE = f"{{points: [[1, {_TFLOPS}]], estimate: chosen}}"
@@ -56,20 +56,23 @@ class GoodputJob:
         cluster: the cluster file.
         plan: the plan for all of its nodes.
         words: Megatron's arguments.
+        copy_interval: iterations between copies in memory, under `megatron_hexi.elastic`.
     """
 
     cluster: Path
     plan: Path
     words: tuple[str, ...]
+    copy_interval: int
 
 
-def make_job(folder: Path, iterations: int, speed: float) -> GoodputJob:
+def make_job(folder: Path, iterations: int, speed: float, copy_interval: int) -> GoodputJob:
     """Write the cluster file, and plan the job as a user does.
 
     Args:
         folder: for the files; exists.
         iterations: length of the training.
         speed: factor on the emulated GPUs' rates; 1: an iteration takes about two seconds.
+        copy_interval: iterations between copies in memory.
 
     Raises:
         subprocess.CalledProcessError: `hexi plan` failed; it has said why.
@@ -82,4 +85,4 @@ def make_job(folder: Path, iterations: int, speed: float) -> GoodputJob:
     subprocess.run([*hexi, "--precision", "fp32", "-o", str(plan)], check=True, stdout=subprocess.DEVNULL)
     own = ("--train-iters", str(iterations), "--hexi-plan", str(plan))
     saving = ("--save", "checkpoints", "--load", "checkpoints", "--save-interval", str(SAVE_INTERVAL))
-    return GoodputJob(cluster, plan, (*_MODEL, *_TRAINING, *own, *saving))
+    return GoodputJob(cluster, plan, (*_MODEL, *_TRAINING, *own, *saving), copy_interval)

@@ -1,8 +1,8 @@
-"""docs/results/goodput.md: the trials of one run, beside what the scenario simulator predicts of them."""
+"""docs/results/goodput.md: the trials of two jobs, beside what the scenario simulator predicts of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.goodput.picture import draw_courses
@@ -14,42 +14,71 @@ _INTRODUCTION = """# Goodput of a whole job
 
 **Measured on one machine's CPUs, which emulate three nodes; not run with NCCL on GPUs.**
 
-Written by `python -m benchmarks.goodput` (`--page`: from [goodput.json](goodput.json), which has every
-iteration); do not edit. One job of Megatron is trained three times: undisturbed under torchrun; under
-[`megatron_hexi.elastic`](../surviving.md) with failures; and with the same failures under torchrun, which
-starts all ranks again from checkpoints (`--max-restarts`).
+Written by `python -m benchmarks.goodput` and `--ordinary` (`--page`: from [goodput.json](goodput.json) and
+[goodput-ordinary.json](goodput-ordinary.json), which have every iteration); do not edit. A job of Megatron
+is trained three times: undisturbed under torchrun; under [`megatron_hexi.elastic`](../surviving.md) with
+failures; and with the same failures under torchrun, which starts all ranks again from checkpoints
+(`--max-restarts`).
 
 - A GPT of 3 million parameters (fp32, gloo) on four GPUs of three nodes, which are agents with their ranks.
-  GPUs are [paced](../testbed.md#what-a-paced-figure-is-made-of): {iteration_s:.1f} s an iteration, on fewer
-  GPUs longer.
-- {count} failures in {iterations} iterations, at moments drawn by seed {seed}: a rank is killed; a node with
-  its agent, which comes back after {repair_s:g} s; a rank is stopped; a node and a rank of another at once.
-- Both save checkpoints every {save} iterations. The elastic job keeps copies in memory too, every {copy}
-  (`--copy-interval`), and takes a rank for lost after {lost:g} s of silence. Under torchrun a collective
-  gives up after a minute, the least that Megatron takes (`--distributed-timeout-minutes 1`; else ten).
+  GPUs are [paced](../testbed.md#what-a-paced-figure-is-made-of).
+- Failures come at moments drawn by a seed: a rank is killed; a node with its agent, which comes back; a rank
+  is stopped; a node and a rank of another at once.
+- The elastic job keeps copies in memory (`--copy-interval`), and takes a rank for lost after {lost:g} s of
+  silence. Under torchrun a collective gives up after a minute, the least that Megatron takes
+  (`--distributed-timeout-minutes 1`; else ten).
 - Wall time: from the start of the agents to the end of the last iteration. Goodput: the undisturbed wall time
   over it; from the first iteration on: without the seconds until then, of both.
+
+![Iterations of the three trials of each job over time](goodput/courses.png)
 """
+_JOB = """
+## {title} job
+
+{iterations} iterations of {iteration_s:.1f} s (longer on fewer GPUs) and {count} failures, by seed {seed}; a
+killed node comes back after {repair_s:g} s. Checkpoints every {save} iterations; copies in memory every
+{copy}. {how}
+"""
+_HOW = {
+    "sick": "The trials ran one after the other.",
+    "ordinary": "The trials ran at the same time: paced GPUs mostly wait, so each needs little of a core.",
+}
 _KINDS = {"rank": "a rank", "node": "a node", "stop": "a rank, stopped", "two": "a node and a rank"}
 _NAMES = {"elastic": "`megatron_hexi.elastic`", "restarted": "torchrun, from checkpoints"}
 
 
-def write_page(goodput: Goodput, folder: Path) -> None:
+def write_page(jobs: Sequence[Goodput], folder: Path) -> None:
     """Write the page and its picture.
 
     Args:
-        goodput: the results.
+        jobs: the results of each job; one at least.
         folder: folder of the page.
     """
     (folder / "goodput").mkdir(parents=True, exist_ok=True)
     picture = folder / "goodput" / "courses.png"
-    draw_courses(goodput).savefig(picture, dpi=110, metadata={"Software": None})
-    write_text_atomically(folder / "goodput.md", "\n".join(_lines(goodput)) + "\n")
+    draw_courses(jobs).savefig(picture, dpi=110, metadata={"Software": None})
+    write_text_atomically(folder / "goodput.md", "\n".join(_lines(jobs)) + "\n")
 
 
-def _lines(goodput: Goodput) -> Iterator[str]:
+def _lines(jobs: Sequence[Goodput]) -> Iterator[str]:
+    yield _INTRODUCTION.format(lost=jobs[0].settings.lost_after_s).rstrip("\n")
+    for goodput in jobs:
+        yield from _job_lines(goodput)
+    yield from _predictions(jobs)
+    for goodput in jobs:
+        settings, machine = goodput.settings, goodput.settings.machine
+        yield (
+            f"The {settings.job} job: measured {settings.date} on {machine['cores']} cores "
+            f"({machine['cpu']}), Python {machine['python']}, torch {machine['torch']}, "
+            f"megatron-core {machine['megatron-core']}."
+        )
+    yield "Run by root, the benchmark's processes weigh nine times others' in the scheduler."
+
+
+def _job_lines(goodput: Goodput) -> Iterator[str]:
     settings = goodput.settings
-    yield _INTRODUCTION.format(
+    yield _JOB.format(
+        title=f"{'An' if settings.job[0] in 'aeiou' else 'A'} {settings.job}",
         count=len(goodput.elastic.blows),
         iteration_s=goodput.undisturbed.iteration_s,
         iterations=settings.iterations,
@@ -57,9 +86,8 @@ def _lines(goodput: Goodput) -> Iterator[str]:
         repair_s=settings.repair_s,
         save=settings.save_interval,
         copy=settings.copy_interval,
-        lost=settings.lost_after_s,
+        how=_HOW[settings.job],
     )
-    yield "![Iterations of the three trials over time](goodput/courses.png)\n"
     yield "| | wall time | goodput | from the first iteration on | iterations done again | losses within |"
     yield "|---|---:|---:|---:|---:|---:|"
     yield f"| undisturbed | {goodput.undisturbed.wall_s:.0f} s | 100% | 100% | 0 | |"
@@ -93,35 +121,37 @@ def _lines(goodput: Goodput) -> Iterator[str]:
             f"{theirs.load:.1f} |"
         )
     yield ""
-    yield from _predictions(goodput)
-    machine = settings.machine
-    yield (
-        f"Measured {settings.date} on {machine['cores']} cores ({machine['cpu']}), "
-        f"Python {machine['python']}, torch {machine['torch']}, megatron-core {machine['megatron-core']}. "
-        "Run by root, the benchmark's processes weigh nine times others' in the scheduler."
-    )
 
 
-def _predictions(goodput: Goodput) -> Iterator[str]:
+def _predictions(jobs: Sequence[Goodput]) -> Iterator[str]:
     """Yield the section of predictions, where there are any."""
-    run, week = goodput.predicted_run, goodput.predicted_week
-    if run is None or week is None:
+    predicted = [job for job in jobs if job.predicted_run is not None]
+    week = next((job.predicted_week for job in predicted), None)
+    if week is None:
         return
-    measured = goodput.trained_part(goodput.elastic), goodput.trained_part(goodput.restarted)
     yield "## Predicted"
     yield ""
+    restarts = " and ".join(
+        f"{job.elastic.restart_s():.1f} s and {job.restarted.restart_s():.1f} s ({job.settings.job})"
+        for job in predicted
+    )
     yield (
         "The [scenario simulator](../scenarios.md) is given the failures at the seconds at which they "
-        "came, and the median time without training after a killed rank, measured above: "
-        f"{goodput.elastic.restart_s():.1f} s and {goodput.restarted.restart_s():.1f} s. It predicts the "
-        "rest: plans for the nodes that are left and their speed, iterations done again, waits for a node."
-        " Its policy *re-planning* stands for `megatron_hexi.elastic`, *static* for torchrun. Goodput, "
-        "from the first iteration on:"
+        "came, and the median time without training after a killed rank, measured above, of elastic and "
+        f"torchrun: {restarts}. It predicts the rest: plans for the nodes that are left and their speed, "
+        "iterations done again, waits for a node. Its policy *re-planning* stands for "
+        "`megatron_hexi.elastic`, *static* for torchrun. Goodput, from the first iteration on:"
     )
     yield ""
     yield "| | elastic, measured | predicted | torchrun, measured | predicted |"
     yield "|---|---:|---:|---:|---:|"
-    yield f"| this run | {measured[0]:.1%} | {run.elastic:.1%} | {measured[1]:.1%} | {run.restarted:.1%} |"
+    for job in predicted:
+        run = job.predicted_run
+        assert run is not None, "only those with a prediction are taken"
+        yield (
+            f"| the {job.settings.job} job | {job.trained_part(job.elastic):.1%} | {run.elastic:.1%} | "
+            f"{job.trained_part(job.restarted):.1%} | {run.restarted:.1%} |"
+        )
     yield f"| a week on 64 H100 | | {week.elastic:.1%} | | {week.restarted:.1%} |"
     yield ""
     (copies, quick), (saves, slow) = WEEK_ELASTIC, WEEK_RESTARTED

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.goodput.results import Goodput
@@ -14,10 +17,16 @@ _TITLES = {
 }
 
 
-def draw_courses(goodput: Goodput) -> Figure:
-    """Return one panel: the iteration of each trial over minutes, a mark where it was hurt."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    axes = figure.subplots()
+def draw_courses(jobs: Sequence[Goodput]) -> Figure:
+    """Return a panel for each job: the iteration of each trial over minutes, a mark where it was hurt."""
+    figure = Figure(figsize=(9, 3.6 * len(jobs)), layout="constrained")
+    for axes, goodput in zip(figure.subplots(len(jobs), squeeze=False)[:, 0], jobs, strict=True):
+        _draw_job(axes, goodput)
+        axes.set_title(f"{goodput.settings.job} job", loc="left")
+    return figure
+
+
+def _draw_job(axes: Axes, goodput: Goodput) -> None:
     for name, colour in _COLOURS.items():
         trial = getattr(goodput, name)
         minutes = [seconds / 60 for seconds, _ in trial.done]
@@ -36,4 +45,3 @@ def draw_courses(goodput: Goodput) -> Figure:
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False)
-    return figure

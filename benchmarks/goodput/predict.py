@@ -40,7 +40,7 @@ def predict_run(goodput: Goodput) -> Predicted:
     settings = goodput.settings
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        job = make_job(folder, settings.iterations, settings.speed)
+        job = make_job(folder, settings.iterations, settings.speed, settings.copy_interval)
 
         def part(trial: Trial, policy: str, every: int, stopped_s: float) -> float:
             text = "\n".join(_scenario(trial, every, stopped_s, settings.repair_s)) + "\n"

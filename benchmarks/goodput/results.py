@@ -14,6 +14,8 @@ from pydantic import TypeAdapter
 
 from benchmarks.goodput.failures import FailureKind
 
+#: File of the results of each kind of job, in the folder of the page.
+FILES = {"sick": "goodput.json", "ordinary": "goodput-ordinary.json"}
 #: Relative difference of two losses of one iteration, in fp32 under different plans.
 LOSSES_WITHIN = 1e-5
 
@@ -146,6 +148,7 @@ class Settings:
     """Settings of a run, and where it ran.
 
     Args:
+        job: kind of job, a key of `FILES`.
         iterations: length of the job.
         every: mean distance of failures, iterations.
         seed: seed of the failures.
@@ -159,6 +162,7 @@ class Settings:
         date: when it ran.
     """
 
+    job: str
     iterations: int
     every: int
     seed: int

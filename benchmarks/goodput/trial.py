@@ -81,7 +81,7 @@ def run_trial(
     folder = folder.resolve()
     metrics = folder / METRICS
     metrics.touch()
-    command = elastic(folder) if is_elastic else torchrun
+    command = elastic(folder, job.copy_interval) if is_elastic else torchrun
     with Agents(folder, command, job, is_elastic) as agents:
         begun = time.monotonic()
         course = _Course(metrics, begun)

@@ -55,11 +55,25 @@ def copied_after(job: ElasticJob, iteration: int) -> bool:
     return job.safe_copy() > iteration
 
 
+def wait_for_save(folder: Path) -> None:
+    """Wait until ranks have begun to write a checkpoint, and not ended."""
+    begun = time.monotonic()
+    while not list(folder.glob("checkpoints/.hexi-round-*/iter_*")):
+        assert time.monotonic() - begun < 60
+        time.sleep(0.002)
+
+
+def wait_for_fork(job: ElasticJob, name: str, before: int) -> None:
+    """Wait until the first rank of a node is that of another round."""
+    job.wait(lambda: (rank := job.rank_or_none(name)) is not None and rank.pid != before)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", ["rank", "node"])
+@pytest.mark.parametrize("kind", ["rank", "node", "save", "swap"])
 def test_seconds_of_each_step_of_a_restart(tmp_path: Path, kind: str) -> None:
-    args = words(tmp_path, THREE, NODES, 100_000, 1000)
+    """`save`: a rank is killed while a checkpoint is written; `swap`: while a round takes a node in."""
+    args = words(tmp_path, THREE, NODES, 100_000, 4 if kind == "save" else 1000)
     launcher = ("--copy-interval", "2", "--script", str(REPOSITORY / "tests/megatron/paced.py"))
     rows: list[dict[str, float]] = []
     with ElasticJob(tmp_path, "1:3", args, launcher=launcher) as job:
@@ -67,17 +81,27 @@ def test_seconds_of_each_step_of_a_restart(tmp_path: Path, kind: str) -> None:
         for _ in range(KILLS):
             job.wait(partial(copied_after, job, job.safe_copy() + 4))
             time.sleep(3)  # plans for each loss are ready
-            kill = time.time()
-            if kind == "rank":
-                os.kill(job.rank("n1").pid, signal.SIGKILL)
-            else:
+            if kind == "swap":
                 job.kill("n1")
+                job.wait(lambda: "2 ranks" in job.rounds()[-1])
+                job.wait(partial(more_lines, job, job.lines() + 2))
+                before = job.rank("n2").pid
+                job.start("n1")
+                wait_for_fork(job, "n2", before)
+            if kind == "save":
+                wait_for_save(tmp_path)
+            struck = "n2" if kind == "swap" else "n1"
+            kill = time.time()
+            if kind == "node":
+                job.kill(struck)
+            else:
+                os.kill(job.rank(struck).pid, signal.SIGKILL)
             rows.append(steps_after(job, "n0", kill))
             print(*(f"{step} {s:.2f}" for step, s in rows[-1].items()), f"load {os.getloadavg()[0]:.1f}")
             job.wait(partial(more_lines, job, job.lines() + 2))
             if kind == "node":
-                job.start("n1")
-                job.wait(lambda: "3 ranks" in job.rounds()[-1])
+                job.start(struck)
+            job.wait(lambda: "3 ranks" in job.rounds()[-1])
     for step in STEPS:
         seconds = [row[step] for row in rows]
         print(f"{kind}: {step}: median {statistics.median(seconds):.1f} s, worst {max(seconds):.1f} s")

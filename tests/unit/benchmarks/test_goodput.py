@@ -47,6 +47,7 @@ def trial(done: list[tuple[float, int]], *blows: Blow, begins: tuple[tuple[int, 
 
 
 SETTINGS = Settings(
+    job="sick",
     iterations=20,
     every=10,
     seed=1,
@@ -106,11 +107,12 @@ def test_results_are_read_as_they_were_written_and_the_page_shows_them(tmp_path)
     )
     (tmp_path / "goodput.json").write_text(result_text(whole))
     assert read_result(tmp_path / "goodput.json", Goodput).elastic.begins == HURT.begins
-    write_page(read_result(tmp_path / "goodput.json", Goodput), tmp_path)
+    write_page([read_result(tmp_path / "goodput.json", Goodput)], tmp_path)
     page = (tmp_path / "goodput.md").read_text()
     assert "| `megatron_hexi.elastic` | 63 s | 79.4% | 75.5% | 2 | 0.0e+00 |" in page
     assert "| a rank | 10 | 14.0 | 2.5 | 40.0 | 2.0 |" in page
-    assert "| this run | 75.5% | 81.0% |" in page
+    assert "| the sick job | 75.5% | 81.0% |" in page
+    assert "## A sick job" in page
     assert "began iteration 9 with 32 of the one order" in page
     assert (tmp_path / "goodput" / "courses.png").stat().st_size > 10_000
 
