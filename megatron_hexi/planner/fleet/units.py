@@ -22,9 +22,6 @@ from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.terms import fp8_row_multiple
 from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES, ExpertRule
 
-#: The name of each unit's kind, and the place of its site among all sites.
-type Pattern = tuple[tuple[str, int], ...]
-
 
 @dataclass(frozen=True)
 class FleetUnit:
@@ -103,12 +100,6 @@ class Fleet:
         for number, unit in enumerate(self.units):
             sites.setdefault(unit.site, []).append(number)
         return tuple(map(tuple, sites.values()))
-
-    @property
-    def pattern(self) -> Pattern:
-        """The name of each unit's kind and the place of its site, on which a layout of the units depends."""
-        order = {site: place for place, site in enumerate(dict.fromkeys(unit.site for unit in self.units))}
-        return tuple((self.kinds[unit.kind].name, order[unit.site]) for unit in self.units)
 
     @cached_property
     def models(self) -> dict[tuple[Device, ...], tuple[int, ...]]:

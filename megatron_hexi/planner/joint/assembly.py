@@ -24,7 +24,7 @@ from megatron_hexi.planner.joint.packing import Packed
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pipes import Pipe, PipeStage
 from megatron_hexi.planner.joint.placing import StageGpus, StagePlace, find_gpus, number_ranks
-from megatron_hexi.planner.joint.pools import Pools, StageShape
+from megatron_hexi.planner.joint.pools import Pools
 from megatron_hexi.planner.layouts.layout import Layout, build_domain, with_experts
 from megatron_hexi.planner.layouts.trial import Candidate, Judge, Trial, order_of
 from megatron_hexi.planner.request import Request
@@ -158,8 +158,6 @@ class Assembly:
                 # With other layers the same layout is as good, as long as memory has room for it.
                 layout = replace(known.layouts[0], micro_batches=micro_batches)
                 trial = judge.try_out(fleet, [layout], known.window)
-            elif not self._polished:
-                trial = self._as_timed(search, fleet, stage.shape)
             if trial is None or trial.timing.fullness > room:
                 trial = search.run(self._polished)
                 if self._polished:
@@ -168,13 +166,6 @@ class Assembly:
             self.trials += judge.trials
         self._layouts[kind] = self._found[name]
         return replace(self._found[name], fleet=fleet)
-
-    def _as_timed(self, search: DomainSearch, fleet: Fleet, shape: StageShape) -> Trial | None:
-        """Return the layout with which a stage's layer was timed, balanced; ``None``: for other units."""
-        layer = self._timer.layer(shape, True)
-        if layer is None or layer.domain is None or layer.domain[0] != fleet.pattern:
-            return None
-        return search.balanced(layer.domain[1])
 
     def _reassigned(self, pipe: Pipe, micro_batches: int, shards: int, trials: Sequence[Trial]) -> Pipe:
         """Return the pipeline with layers reassigned by the stages' timed seconds."""

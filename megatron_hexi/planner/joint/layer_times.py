@@ -87,8 +87,6 @@ class LayerTimer:
         }
         self._judges = {width: Judge(fleet) for width, fleet in self._fleets.items()}
         self._rates = {width: Rates(fleet, WINDOW) for width, fleet in self._fleets.items()}
-        #: Place of the best grouping of alike stages; ``None``: groups are spread.
-        self._grouped: dict[tuple[object, ...], int | None] = {}
         self.layer = cache(self._layer)
         #: Times what replicas add to an iteration; all searches share it.
         self.synchronisation = Synchronisation(self)
@@ -159,13 +157,7 @@ class LayerTimer:
         def timed(grouping: Grouping) -> Trial:
             return judge.try_out(fleet, [guess.layout(grouping, 1)], WINDOW)
 
-        # On the same kinds of GPU and about as many nodes the same grouping is best.
-        alike = tuple(shape.kinds), shape.width, len(fleet.sites).bit_length()
-        known = self._grouped.get(alike) if len(shape.kinds) > 1 else None
-        if known in groupings:
-            best = timed(groupings[known])
-        else:
-            best, self._grouped[alike] = _best_grouping(fleet, groupings, timed, rates.local_heads)
+        best = _best_grouping(fleet, groupings, timed, rates.local_heads)
         for _ in range(_ROUNDS if len(shape.kinds) > 1 else 0):
             trial = judge.try_out(fleet, [rebalanced(rates, best)], WINDOW)
             if _layer_seconds(trial) >= _layer_seconds(best):
@@ -231,7 +223,6 @@ class LayerTimer:
             encoder=encoder,
             encoder_again=again,
             encoder_kept=np.array([most(part) for part in kept]),
-            domain=(trial.fleet.pattern, trial.layouts[0]),
         )
 
 
@@ -277,9 +268,9 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
 
 
 def _best_grouping(
-    fleet: Fleet, groupings: Mapping[int | None, Grouping], timed: Callable[[Grouping], Trial], heads: int
-) -> tuple[Trial, int | None]:
-    """Return the fastest trial of a few groupings, and its place; ``None``: its groups are spread."""
+    fleet: Fleet, groupings: Mapping[int, Grouping], timed: Callable[[Grouping], Trial], heads: int
+) -> Trial:
+    """Return the fastest trial of a few groupings."""
     # Start from groups of a node; go to larger ones as long as that is faster, or else to smaller ones.
     best, found = timed(groupings[0]), 0
     for step in (-1, 1):
@@ -291,8 +282,7 @@ def _best_grouping(
         if found:
             break
     others = [timed(spread(fleet, size)) for size in _spread_sizes(fleet, best, heads)]
-    fastest = min([best, *others], key=_layer_seconds)
-    return fastest, found if fastest is best else None
+    return min([best, *others], key=_layer_seconds)
 
 
 def _layer_seconds(trial: Trial) -> float:
@@ -322,7 +312,7 @@ def _spread_sizes(fleet: Fleet, best: Trial, heads: int) -> list[int]:
     return sorted(size for size in sizes if 1 < size < len(fleet.units)) if len(fleet.sites) > 1 else []
 
 
-def _groupings(fleet: Fleet, heads: int) -> dict[int | None, Grouping]:
+def _groupings(fleet: Fleet, heads: int) -> dict[int, Grouping]:
     """Return groupings from one group of all units down to single units: nodes joined, whole, and cut.
 
     Each has its place in this order; groups of a node, or the largest groups, have place 0.

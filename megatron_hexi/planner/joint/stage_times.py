@@ -8,9 +8,7 @@ from typing import NamedTuple
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.mesh import Way
 from megatron_hexi.plan.recompute import Recompute
-from megatron_hexi.planner.fleet.units import Pattern
 from megatron_hexi.planner.joint.pipes import Pipe
-from megatron_hexi.planner.layouts.layout import Layout
 from megatron_hexi.planner.layouts.trial import Trial
 
 #: Memory of each pool's GPUs, and recomputation, if it is fixed.
@@ -39,8 +37,6 @@ class LayerTimes:
         border_bytes: bytes of each border between stages.
         experts: the most routed experts on a GPU of each pool, in each layer that has experts.
         fp8_copies: bytes of fp8 copies of a weight of matrices on a GPU of each pool; 0: in bf16.
-        domain: the units of the stage that was timed (`Fleet.pattern`), and their layout; ``None``: the times
-            are an estimate.
     """
 
     forward: float
@@ -61,7 +57,6 @@ class LayerTimes:
     encoder: float
     encoder_again: float
     encoder_kept: Floats
-    domain: tuple[Pattern, Layout] | None = None
 
     def slower(self, factor: float) -> LayerTimes:
         """Return this layer with its times multiplied by a factor."""

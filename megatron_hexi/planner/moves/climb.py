@@ -18,7 +18,6 @@ from megatron_hexi.plan import Plan
 from megatron_hexi.planner.layouts.trial import Candidate, order_of
 from megatron_hexi.planner.moves.edit import MemoryOption, Place, with_options
 
-
 #: Plans up to this factor slower than a known one are followed: another move may make up for it, as moved
 #: layers do where stages run in ministages.
 _FOLLOWED: Final = 1.06

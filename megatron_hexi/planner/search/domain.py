@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cached_property
 
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet
-from megatron_hexi.planner.layouts.layout import Layout
 from megatron_hexi.planner.layouts.trial import Judge, Trial, order_of
 from megatron_hexi.planner.search.balance import balance
 from megatron_hexi.planner.search.groupings import (
@@ -120,20 +118,11 @@ class DomainSearch:
         if best.timing.fullness > _HOPELESS:
             return best
         if not polished:
-            return self._refined(best)
+            return polish(self._judge, best, _COARSE) if self._is_coarse else best
         finalists = [best]
         if self._few:
             finalists += (one for one in others[:_RIVALS] if one.iteration_s < _NEAR * best.iteration_s)
         return min((polish(self._judge, trial, self._budget) for trial in finalists), key=order_of)
-
-    def balanced(self, layout: Layout) -> Trial:
-        """Return a layout of the units with balanced tokens and heads."""
-        layout = replace(layout, micro_batches=self._micro_batches)
-        return self._refined(self._balanced(self._judge.try_out(self._fleet, [layout], WINDOW)))
-
-    def _refined(self, trial: Trial) -> Trial:
-        """Return the best of a balanced trial and, where heads are balanced roughly, a few changes of it."""
-        return polish(self._judge, trial, _COARSE) if self._is_coarse else trial
 
     @cached_property
     def _balanced_finalists(self) -> list[Trial]:
