@@ -93,6 +93,7 @@ def hold_configuration(config: Any, options: Namespace, device: torch.device) ->
         arguments,
         [section for section in sections if dataclasses.is_dataclass(section)],
         None if config.peft is None else config.peft.dim,
+        images=has_vision(config.model),
     )
     held = hold_loop(options.hexi_plan, job, device, stages=True)
     if has_vision(config.model):

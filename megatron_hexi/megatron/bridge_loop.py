@@ -20,6 +20,7 @@ import torch
 from megatron_hexi.errors import set_fault_listener, user_errors
 from megatron_hexi.megatron.bridge_checkpoint import BRIDGE_CHECKPOINT_PATCHES, OF_BRIDGE
 from megatron_hexi.megatron.bridge_data import BRIDGE_DATA_PATCHES
+from megatron_hexi.megatron.bridge_encoder import BRIDGE_ENCODER_PATCHES
 from megatron_hexi.megatron.bridge_job import given_options, hold_configuration
 from megatron_hexi.megatron.bridge_vision import BRIDGE_VISION_PATCHES
 from megatron_hexi.megatron.groups import agree
@@ -69,6 +70,7 @@ def bridge_patches(platform: Platform) -> list[Patch]:
         *BRIDGE_CHECKPOINT_PATCHES,
         *BRIDGE_DATA_PATCHES,
         *BRIDGE_VISION_PATCHES,
+        *BRIDGE_ENCODER_PATCHES,
     ]
 
 

@@ -41,6 +41,7 @@ class LoopJob:
         sections: further configurations whose fields are arguments of Megatron-LM, such as an
             `OptimizerConfig`; `start` sets in them what the plan decides.
         lora_rank: rank of the adapters that alone are trained; ``None``: all weights are.
+        images: whether the loop encodes images, which a plan may divide.
     """
 
     model: Any
@@ -50,6 +51,7 @@ class LoopJob:
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sections: Sequence[Any] = ()
     lora_rank: int | None = None
+    images: bool = False
 
 
 class HeldJob(NamedTuple):
@@ -193,7 +195,7 @@ def _arguments(
     args.group_query_attention = args.num_query_groups != args.num_attention_heads
     activation = getattr(getattr(job.model, "activation_func", None), "__name__", None)
     args.quick_geglu = job.model.gated_linear_unit and activation == "quick_gelu"
-    args.hexi_plan, args.lora_rank = str(plan), job.lora_rank
+    args.hexi_plan, args.lora_rank, args.hexi_images = str(plan), job.lora_rank, job.images
     if dist.is_initialized():
         args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
     else:

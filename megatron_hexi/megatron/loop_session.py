@@ -17,6 +17,7 @@ from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.batch import has_three_axes
 from megatron_hexi.megatron.documents_ahead import END_KEYS, ends_in
+from megatron_hexi.megatron.encoder import Encode, Images
 from megatron_hexi.megatron.groups import agree
 from megatron_hexi.megatron.loop_job import LoopJob, hold_loop
 from megatron_hexi.megatron.packing import packed_shard
@@ -87,6 +88,31 @@ class LoopSession:
         if rows.get("loss_mask") is not None:
             rows["loss_mask"][:, shard.tokens :] = 0
         return rows
+
+    def encode(self, encode: Encode, pixels: Tensor, grids: Tensor, seen: Tensor, merge: int = 1) -> Tensor:
+        """Return the features of a micro-batch's images, each image encoded by one rank of the sequence.
+
+        The plan's `patches` say how images are divided; without them each rank encodes all. All ranks that
+        hold a part of the sequences must call it, also for a micro-batch without images. In the backward
+        pass the encoder's weights get the gradients of a rank's own images, which add up over ranks.
+
+        Args:
+            encode: the encoder: a function of the patches, [N, P], and the sizes, [I, 3], of some images that
+                returns their features, [N / merge^2, H], for each image by itself.
+            pixels: patches of all images, [N, P], equal on all ranks.
+            grids: frames, height and width of each image in patches, [I, 3]; frames are divided, too.
+            seen: whether a token stands for a feature, [B, T]; features are in the order of these tokens.
+            merge: side of the square of patches of which one feature is made.
+
+        Returns:
+            Features of all images, [F, H], which are 0 outside this rank's rows: merge them with the texts'
+            embeddings before `shard`.
+
+        Raises:
+            PlanError: images and tokens do not have equally many features.
+        """
+        images = Images.of(self._session, grids, merge, seen)
+        return images.whole(images.encode(encode, pixels))
 
     def unshard(self, values: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return per-token values in the sequence's order, on every rank that holds a part of the sequence.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_hexi.mesh import Mesh
-from megatron_hexi.plan import Plan, Schedule, Share
+from megatron_hexi.plan import Domain, Plan, Schedule, Share
 from megatron_hexi.plan.terms import Fp8Recipe
 from megatron_hexi.runtime import DomainAttention
 
@@ -119,6 +119,13 @@ class Session:
     stages: StagesSession | None = None
     replica: int = 0
     since: int = 0
+
+    @property
+    def domain(self) -> Domain:
+        """This rank's domain."""
+        if self.stages is not None:
+            return self.stages.view.place.domain
+        return self.given.plan.replicas[self.replica].domain
 
     @property
     def samples(self) -> slice:

@@ -91,12 +91,12 @@ def check_precision(args: Namespace, plan: Plan) -> None:
 
 
 def refuse_patches(args: Namespace, plan: Plan) -> None:
-    """Refuse a plan that divides images, which no job does yet."""
+    """Refuse a plan that divides images in a job that has none."""
     stated = [member for member in plan.members if member.patches is not None]
-    if stated:
+    if stated and not getattr(args, "hexi_images", False):
         raise PlanError(
             f"{args.hexi_plan}: ranks {list(stated[0].ranks)} have patches: {stated[0].patches}, and the job "
-            "does not divide images; leave patches out of the plan"
+            "encodes no images that it could divide; leave patches out of the plan"
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_hexi.plan.model import Group, Range
+from megatron_hexi.plan.model import Domain, Group, Range
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
@@ -80,3 +80,13 @@ def shard_segments(group: Group, member: int) -> tuple[Range, ...]:
     """Return the positions, as segments, of the shard of the group's member with the given number."""
     start, stop = consecutive(m.tokens for m in group.members)[member]
     return slice_segments(group.segments, start, stop)
+
+
+def held_positions(domain: Domain) -> tuple[tuple[Range, ...], ...]:
+    """Return the positions, as segments, of the rows of each member of a domain, in rank order."""
+    held = {
+        member.lead: shard_segments(group, number)
+        for group in domain.groups
+        for number, member in enumerate(group.members)
+    }
+    return tuple(held[member.lead] for member in domain.members)

@@ -29,7 +29,7 @@ from megatron_hexi.plan.heads import (
     overlap,
     spans_in_two,
 )
-from megatron_hexi.plan.layout import shard_segments
+from megatron_hexi.plan.layout import held_positions, shard_segments
 from megatron_hexi.plan.model import Domain, Group, Range
 from megatron_hexi.plan.program import Batch, FarBlocks, Operation, OwnBlock, attention_program
 from megatron_hexi.plan.terms import UnitRates
@@ -315,12 +315,7 @@ def _halo(
     seq_length: int, domain: Domain, index: int, rates: UnitRates | None, mask: Mask, reach: int
 ) -> Halo:
     domain = batch_domain(domain, mask.documents, rates)
-    place = {
-        member.lead: shard_segments(group, number)
-        for group in domain.groups
-        for number, member in enumerate(group.members)
-    }
-    return halo([place[member.lead] for member in domain.members], index, mask.ranges(seq_length), reach)
+    return halo(held_positions(domain), index, mask.ranges(seq_length), reach)
 
 
 def _halves(group: Group, ratio: int, parts: int) -> tuple[tuple[Range, ...], ...]:

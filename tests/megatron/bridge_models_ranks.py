@@ -108,8 +108,8 @@ JOBS = {
     "qwen3-units": Job("qwen3", "unit-stages"),
     "qwen3-groups": Job("qwen3", "groups"),
     "latent-te": Job("latent", "stages", {"transformer_layer_spec": TE_LAYERS}),
-    "vision": Job("vision", "replicas"),
-    "vision3": Job("vision3", "replicas"),
+    "vision": Job("vision", "dealt"),
+    "vision3": Job("vision3", "dealt"),
     "vision3e": Job("vision3e", "groups"),
     "vision3-pipeline": Job("vision3", "pipeline", {"pipeline_model_parallel_size": 2}),
     "vision-pipeline": Job("vision", "pipeline", {"pipeline_model_parallel_size": 2}),
@@ -120,8 +120,8 @@ JOBS = {
     "vision3-on": Job("vision3", "pipeline", {"pipeline_model_parallel_size": 2}, load="vision3"),
     "vision3e-back": Job("vision3e", "", load="vision3e"),
     "vision-encoder": Job("vision-encoder", "pipeline", {"pipeline_model_parallel_size": 2}),
-    "vision-decoder": Job("vision-decoder", "replicas"),
-    "vision-lora": Job("vision-lora", "replicas"),
+    "vision-decoder": Job("vision-decoder", "dealt"),
+    "vision-lora": Job("vision-lora", "dealt"),
     "vision3-lora": Job("vision3-lora", "groups"),
 }
 #: Jobs and references that are saved when half of their iterations are done.
@@ -196,6 +196,9 @@ def train(train: Any, out: Path, name: str, model: str, config: ConfigContainer,
         config.checkpoint.save, config.checkpoint.save_interval = str(out / f"saved-{name}"), ITERATIONS // 2
         config.checkpoint.dist_ckpt_optim_fully_reshardable = True
     step = vision_step if kind in bridge_vision.KINDS else forward_step
+    if kind in bridge_vision.KINDS and not plan:
+        # Bridge's buckets would wait for an encoder that a batch without images does not call.
+        config.ddp.overlap_grad_reduce = config.ddp.overlap_param_gather = False
     train(config, step, callbacks=watchers, **plan)
 
 

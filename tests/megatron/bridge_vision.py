@@ -63,7 +63,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 
 class Images(torch.utils.data.Dataset[dict[str, Any]]):
-    """Texts with two images each, of several sizes."""
+    """Texts with no image to three, of several sizes."""
 
     def __init__(self, samples: int, length: int) -> None:
         self._samples, self._length = samples, length
@@ -73,7 +73,8 @@ class Images(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         random = torch.Generator().manual_seed(index)
-        grids = torch.randint(1, 5, (2, 3), generator=random) * 2  # sides in patches, which are merged by 2
+        count = (2, 0, 3, 1)[index % 4]
+        grids = torch.randint(1, 5, (count, 3), generator=random) * 2  # sides in patches, merged by 2
         grids[:, 0] = 1
         words: list[torch.Tensor] = []
         for grid in grids:
@@ -90,15 +91,17 @@ class Images(torch.utils.data.Dataset[dict[str, Any]]):
         for row, sample in zip(rows, samples, strict=True):
             row[: len(sample["tokens"])] = sample["tokens"]
         labels = torch.nn.functional.pad(rows[:, 1:], (0, 1))
+        pixels = torch.cat([sample["pixels"] for sample in samples])
+        images = {
+            "pixel_values": pixels,
+            "image_grid_thw": torch.cat([sample["grids"] for sample in samples]),
+        }
         return {
             "input_ids": rows,
             "labels": labels,
             "loss_mask": ((labels > 0) & (labels < START)).float(),
             "position_ids": torch.arange(self._length).expand(len(samples), -1),
-            "visual_inputs": GenericVisualInputs(
-                pixel_values=torch.cat([sample["pixels"] for sample in samples]),
-                image_grid_thw=torch.cat([sample["grids"] for sample in samples]),
-            ),
+            "visual_inputs": GenericVisualInputs(**images) if len(pixels) else None,
         }
 
 

@@ -35,6 +35,22 @@ PLANS = {
     "stages": test_bridge_training.PLANS["stages"],
     "replicas": test_bridge_training.PLANS["replicas"],
     "pipeline": test_bridge_training.PLANS["pipeline"],
+    "dealt": """\
+- micro_batches: 3
+  stages:
+  - domains:
+    - groups:
+      - segments: [[0, 40], [70, 101]]
+        members:
+        - {ranks: [0], tokens: 50, heads: [0, 3], patches: 2}
+        - {ranks: [1], tokens: 21, heads: [3, 4], patches: 0}
+      - segments: [[40, 70]]
+        members:
+        - {ranks: [2], tokens: 30, heads: [0, 4], patches: 1}
+- micro_batches: 1
+  stages:
+  - domains: [{ranks: [3], patches: 1}]
+""",
     "units": """\
 - stages:
   - domains:

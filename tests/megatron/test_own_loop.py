@@ -29,11 +29,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return train_all(Path(__file__).parent / "own_loop_ranks.py", tmp_path_factory.mktemp("own-loop"))
 
 
-def train_all(ranks_script: Path, folder: Path) -> Results:
+def train_all(ranks_script: Path, folder: Path, replicas: Path = EXAMPLE) -> Results:
     """Return losses and weights of each job of a script, those of all its ranks together."""
     write_plan(STAGES, folder / "stages.yaml")
     script = [str(ranks_script), str(folder)]
-    for ranks, plans in ((1, []), (4, [EXAMPLE, folder / "stages.yaml"])):
+    for ranks, plans in ((1, []), (4, [replicas, folder / "stages.yaml"])):
         ended = launch(folder, ranks=ranks, args=plans, entry=script, timeout=240)
         assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
     found: Results = {}

@@ -10,14 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.megatron.test_own_loop import Results, train_all
+from tests.megatron.test_own_loop import EXAMPLE, Results, train_all
 
 SCRIPT = Path(__file__).parent / "vision_loop_ranks.py"
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return train_all(SCRIPT, tmp_path_factory.mktemp("vision-loop"))
+    folder = tmp_path_factory.mktemp("vision-loop")
+    text = EXAMPLE.read_text()
+    for rank, heads, patches in ((0, "[0, 4]", 1), (1, "[4, 6]", 0), (2, "[0, 6]", 2)):
+        member = f"{{ranks: [{rank}], tokens: {(50, 21, 30)[rank]}, heads: {heads}}}"
+        assert member in text
+        text = text.replace(member, f"{member[:-1]}, patches: {patches}}}")
+    (folder / "dealt.yaml").write_text(text)
+    return train_all(SCRIPT, folder, folder / "dealt.yaml")
 
 
 @pytest.mark.parametrize("job", ["replicas", "stages"])
@@ -29,6 +36,11 @@ def test_losses_and_weights_are_those_of_one_rank(results: Results, job: str):
     assert "visual.weight" in weights
     for name, weight in weights.items():
         torch.testing.assert_close(weight, true_weights[name], rtol=0, atol=1e-6)
+
+
+def test_halved_gradients_of_features_show_in_the_encoder(results: Results):
+    found, true = (results[job][1]["visual.weight"] for job in ("gradients halved", "alone"))
+    assert (found - true).abs().max() > 1e-5  # equal jobs differ by a tenth of it at most
 
 
 @pytest.mark.parametrize("fault", ["other sections", "features one row off"])

@@ -1,7 +1,7 @@
 """A small vision-language model in a loop of one's own on its ranks, in several jobs one after the other.
 
-Tokens from `IMAGES` on stand for patches of images: an encoder embeds them, on every rank of a domain, and
-the rows of a rank are cut from the merged embeddings.
+Tokens from `IMAGES` on stand for patches of images. The plan divides the images of the unequal replicas; in
+the pipeline every rank of a domain encodes all. The rows of a rank are cut from the merged embeddings.
 """
 
 from __future__ import annotations
@@ -22,12 +22,18 @@ from tests.megatron.own_loop_ranks import end, reference, run
 from megatron.core.models.gpt import GPTModel
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
+from megatron_hexi.api import LoopJob
+from megatron_hexi.runtime.feature_exchange import FeatureExchange
+
 own_loop, qwen = vars(own_loop_ranks)["own_loop"], cast(Any, modeling_qwen2_5_vl)
 IMAGES, SECTIONS = 192, [4, 2, 2]
 own_loop.MODEL["mrope_section"] = SECTIONS
 own_loop.POSITIONS = "mrope"
+own_loop_micro_batch: Callable[[int, int], dict[str, torch.Tensor]] = own_loop.micro_batch
 #: Takes the rows of this rank of [B, T, …]; on one rank all.
 cut: Callable[[torch.Tensor], torch.Tensor] = lambda whole: whole  # noqa: E731
+#: Encodes the images of a micro-batch, given the encoder, patches, sizes and tokens of features.
+encode: Callable[..., torch.Tensor] = lambda encoder, pixels, grids, seen: encoder(pixels, grids)  # noqa: E731
 
 
 class LanguageModel(GPTModel):
@@ -44,15 +50,40 @@ class LanguageModel(GPTModel):
         merged = None
         if self.pre_process:
             embedded = self.embedding(tokens, None).transpose(0, 1)
-            seen = self.visual(patches(tokens[tokens >= IMAGES]))
-            merged = embedded.masked_scatter((tokens >= IMAGES)[..., None], seen)
+            places = tokens >= IMAGES
+            pixels = patches(tokens[places])
+            seen = encode(self.encode_images, pixels, sizes(len(pixels)), places)
+            merged = embedded.masked_scatter(places[..., None], seen)
             merged = cut(merged).transpose(0, 1).contiguous()
         return super().forward(None, places_of(tokens), mask, decoder_input=merged, labels=labels)
+
+    def encode_images(self, pixels: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        """Encode patches beside the mean of their frame."""
+        frames = grids.repeat_interleave(grids[:, 0], 0)[:, 1:].prod(-1).tolist()
+        means = [frame + frame.mean(0) for frame in pixels.split(frames)]
+        features: torch.Tensor = self.visual(torch.cat([pixels[:0], *means]))
+        return features
 
 
 def patches(tokens: torch.Tensor) -> torch.Tensor:
     """Return the pixels of patches, [N, 8]."""
     return torch.sin(tokens[:, None] * torch.arange(1.0, 9.0))
+
+
+def sizes(count: int) -> torch.Tensor:
+    """Return the sizes of images with so many patches together; every third is a video of two frames."""
+    grids = torch.tensor([[1, 1, 1], [1, 2, 3], [2, 1, 4]]).repeat(count, 1)
+    grids = grids[grids.prod(-1).cumsum(0) <= count]
+    rest = count - int(grids.prod(-1).sum())
+    return torch.cat([grids, torch.tensor([[1, 1, rest]])]) if rest else grids
+
+
+def micro_batch(iteration: int, number: int) -> dict[str, torch.Tensor]:
+    """Return a micro-batch; some have no images."""
+    batch = own_loop_micro_batch(iteration, number)
+    if (iteration + number) % 3 == 1:
+        batch["tokens"] = batch["tokens"] % IMAGES
+    return batch
 
 
 def places_of(tokens: torch.Tensor) -> torch.Tensor:
@@ -67,8 +98,8 @@ def forward(session: Any, batches: Any, model: Any) -> Any:
     tokens = batch.pop("tokens")
     rows = session.shard(batch | {"position_ids": places_of(tokens)})
     assert rows.pop("position_ids").shape == (3, *tokens.shape)
-    global cut
-    cut = lambda whole: session.shard({"whole": whole})["whole"]  # noqa: E731
+    global cut, encode
+    cut, encode = lambda whole: session.shard({"whole": whole})["whole"], session.encode
     return model(tokens, None, None, labels=rows["labels"]), partial(own_loop.loss_of, rows["loss_mask"])
 
 
@@ -93,7 +124,7 @@ def check_rotation(session: Any, model: Any) -> None:
 
 
 def under_plans(out: Path, replicas: str, stages: str) -> None:
-    own_loop.forward = forward
+    own_loop.forward, own_loop.LoopJob = forward, partial(LoopJob, images=True)
     losses, model, session = own_loop.train(replicas, own_loop_ranks.ITERATIONS, **own_loop_ranks.METHODS)
     own_loop_ranks.save(out, "replicas", losses, model)
     check_rotation(session, model.module)
@@ -103,14 +134,18 @@ def under_plans(out: Path, replicas: str, stages: str) -> None:
     end()
     run(out, "other sections", replicas, 1, mrope_section=SECTIONS[::-1])
     end()
-    right = globals()["patches"]
-    globals()["patches"] = lambda tokens: right(tokens).roll(1, 0)
+    send, back = FeatureExchange.send, FeatureExchange.send_back
+    FeatureExchange.send = lambda *args: send(*args).roll(1, 0)  # type: ignore[method-assign]
     run(out, "features one row off", replicas, 1)
+    end()
+    FeatureExchange.send = send  # type: ignore[method-assign]
+    FeatureExchange.send_back = lambda *args: back(*args) / 2  # type: ignore[method-assign]
+    run(out, "gradients halved", replicas)
 
 
 if __name__ == "__main__":
     dist.init_process_group()
-    own_loop.GPTModel = LanguageModel
+    own_loop.GPTModel, own_loop.micro_batch = LanguageModel, micro_batch
     if len(sys.argv) == 2:
         reference(Path(sys.argv[1]), "alone")
     else:

@@ -48,6 +48,15 @@ def test_the_plan_s_sizes_and_mean_are_what_the_model_lacks():
     assert not given.terms.has_documents
 
 
+def test_a_plan_that_divides_images_is_for_a_loop_that_encodes_them(tmp_path: Path):
+    text = (REPOSITORY / "examples" / "own_loop.yaml").read_text()
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(text.replace("- ranks: [3]", "- {ranks: [3], patches: 2}"))
+    hold(dataclasses.replace(job(), images=True), plan)
+    with pytest.raises(HexiError, match=r"ranks \[3\] have patches: 2, and the job encodes no images that"):
+        hold(job(), plan)
+
+
 def test_an_activation_is_read_as_its_flag():
     """Megatron's arguments refuse GPT-OSS's offset without --quick-geglu."""
     from megatron.core.fusions.fused_bias_geglu import quick_gelu

@@ -1,0 +1,116 @@
+"""The images of a micro-batch on the ranks of a domain: which a rank encodes, and whose features it gets.
+
+Units' weights in the plan deal the images, a video by pairs of frames: encoders attend inside one. Every rank
+derives the whole deal from the images' sizes. Without weights each rank encodes all images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hexi.errors import PlanError
+from megatron_hexi.megatron.session import Session
+from megatron_hexi.plan.images import deal_images
+from megatron_hexi.plan.layout import held_positions
+from megatron_hexi.runtime.feature_exchange import FeatureExchange
+
+#: A function of the patches, [N, P], and the grids, [I, 3], of some images that returns their features.
+Encode = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Images:
+    """A rank's part in the images of a micro-batch.
+
+    Args:
+        grids: pairs of frames, height and width of each image in patches, [I, 3].
+        merge: side of the square of patches of which one feature is made.
+        own: numbers of the images that the rank encodes.
+        features: number of features of all images (F).
+        held: numbers of the features whose rows the rank holds, ascending, [M].
+        exchange: features sent and received; ``None``: each rank encodes all images.
+    """
+
+    grids: Tensor
+    merge: int
+    own: list[int]
+    features: int
+    held: Tensor
+    exchange: FeatureExchange | None
+
+    @classmethod
+    def of(cls, session: Session, grids: Tensor, merge: int, seen: Tensor) -> Images:
+        """Return this rank's part.
+
+        Args:
+            grids: pairs of frames, height and width of each image in patches, [I, 3].
+            merge: side of the square of patches of which one feature is made.
+            seen: whether a token stands for a feature, [B, S]; features follow each other by sequence, then
+                position.
+
+        Raises:
+            PlanError: images and tokens do not have equally many features.
+        """
+        places = seen.cpu().nonzero()[:, 1]
+        features = int(grids.prod(-1).sum()) // merge**2
+        if features != len(places):
+            raise PlanError(
+                f"images of a micro-batch have {features} features, and its sequences tokens for "
+                f"{len(places)}; give sequences that hold their images whole"
+            )
+        domain, group = session.domain, session.attention.domain_group
+        holder = torch.zeros(session.seq_length, dtype=torch.int64)
+        for number, segments in enumerate(held_positions(domain)):
+            for start, stop in segments:
+                holder[start:stop] = number
+        holders, rank = holder[places], dist.get_rank(group)
+        held = (holders == rank).nonzero()[:, 0].to(seen.device)
+        weights = [member.patches for member in domain.members]
+        if None in weights:
+            return cls(grids, merge, list(range(len(grids))), features, held, None)
+        grids = grids.repeat_interleave(grids[:, 0], 0)
+        grids[:, 0] = 1
+        patches: list[int] = grids.prod(-1).tolist()
+        owners = deal_images(patches, [weight or 0 for weight in weights])
+        counts = torch.tensor(patches, dtype=torch.int64) // merge**2
+        encoders = torch.tensor(owners, dtype=torch.int64).repeat_interleave(counts)
+        own = [image for image, owner in enumerate(owners) if owner == rank]
+        exchange = FeatureExchange.of(encoders, holders, group, seen.device)
+        return cls(grids, merge, own, features, held, exchange)
+
+    def encode(self, encode: Encode, pixels: Tensor) -> Tensor:
+        """Return the features of the rows that the rank holds, [M, H].
+
+        Args:
+            pixels: patches of all images, [N, P].
+        """
+        if not self.own:
+            rows = encode_nothing(encode, self.merge, pixels)
+        elif self.exchange is None:
+            rows = encode(pixels, self.grids)
+        else:
+            parts = pixels.split(self.grids.prod(-1).tolist())
+            rows = encode(torch.cat([parts[image] for image in self.own]), self.grids[self.own])
+        return rows.index_select(0, self.held) if self.exchange is None else self.exchange(rows)
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Return features of all images, [F, H], which are 0 outside the rank's rows, [M, H]."""
+        return rows.new_zeros(self.features, rows.shape[1]).index_copy(0, self.held, rows)
+
+
+def encode_nothing(encode: Encode, merge: int, like: Tensor) -> Tensor:
+    """Return no features, [0, H], of an encoder that ran on one image of zeros.
+
+    A rank without images computes so what the others compute: its encoder's gradients are zeros, they are
+    ready in the order in which buckets are summed, and its unit's ranks meet in the encoder's collectives.
+
+    Args:
+        like: patches of any images, [N, P].
+    """
+    grids = torch.tensor([[1, merge, merge]], device=like.device)
+    return encode(like.new_zeros(merge**2, like.shape[1]), grids)[:0]
