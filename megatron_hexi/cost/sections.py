@@ -8,6 +8,7 @@ sections. In a plan with a repeated stage, each pipeline stage is a section.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -26,7 +27,7 @@ from megatron_hexi.mesh import most_kept, passes_ahead
 from megatron_hexi.models.job import Job
 from megatron_hexi.plan import Domain, Exchange, Plan
 from megatron_hexi.plan.heads import divided_domain
-from megatron_hexi.plan.layout import apportion
+from megatron_hexi.plan.images import deal_images
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.recompute import Again, Recompute, of_layer
 from megatron_hexi.plan.units import DomainRow, domain_rows
@@ -204,10 +205,11 @@ def _images(rows: Sequence[DomainRow], job: Job, part: ModelPart | None) -> dict
 
 def images_of(domain: Domain, together: int) -> list[int]:
     """Return how many of a micro-batch's images each member of a domain encodes, in rank order."""
-    weights = [member.patches for member in domain.members]
-    if any(weight is None for weight in weights):
-        return [together] * len(weights)
-    return apportion(together, [weight or 0 for weight in weights])
+    weights = [member.patches for member in domain.members if member.patches is not None]
+    if not weights:
+        return [together] * len(domain.members)
+    owners = Counter(deal_images([1] * together, weights))
+    return [owners[unit] for unit in range(len(weights))]
 
 
 def _in_bf16(rows: Sequence[DomainRow]) -> Bools:
