@@ -31,8 +31,9 @@ STORE_VARIABLE, JOB_VARIABLE, ROUND_VARIABLE = "HEXI_STORE", "HEXI_JOB", "HEXI_R
 NODE_VARIABLE, LOST_AFTER_VARIABLE = "HEXI_NODE", "HEXI_LOST_AFTER"
 #: Variable with the job's time less this node's clock that is never set, in seconds.
 CLOCK_VARIABLE = "HEXI_CLOCK"
-#: Keys of a round: rank 0's decision on plan and state; its ranks train; how many nodes wait to be taken in.
-DECISION, TRAINING, WANTED = "round", "training", "wanted"
+#: Keys of a round: rank 0's decision on plan and state; its ranks train; for what the next round is to begin
+#: as soon as the state is saved; it ends for that.
+DECISION, TRAINING, WANTED, IN_ORDER = "round", "training", "wanted", "in order"
 #: Exit code of ranks that are to be started again, with other nodes.
 START_AGAIN = 75
 #: The word behind a spare's line in HOSTS.nodes of hexi place.

@@ -47,6 +47,7 @@ from megatron_hexi.elastic.launcher.rendezvous import Rendezvous
 from megatron_hexi.elastic.store import (
     CLOCK_VARIABLE,
     GATE_VARIABLE,
+    IN_ORDER,
     JOB_VARIABLE,
     LOST_AFTER_VARIABLE,
     NODE_VARIABLE,
@@ -174,6 +175,8 @@ class NodeAgent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED and exit_code(result) == 2:
             self._remaining_restarts = 0
+        elif result.state == WorkerState.FAILED and self._meeting.round.check([IN_ORDER]):
+            self._remaining_restarts += 1  # torch counts this end, which is no loss
         return result
 
 

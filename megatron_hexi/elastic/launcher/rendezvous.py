@@ -206,5 +206,5 @@ class Rendezvous(RendezvousHandler):
         if not self._trains:
             return max(waiting, len(present.nodes) - left)
         if waiting:
-            self.round.set(WANTED, str(waiting))
+            self.round.set(WANTED, "a node that has come")
         return 0

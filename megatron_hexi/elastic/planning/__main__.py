@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class PresentNodes:
 
     Args:
         present: node and local number of each started rank, for each set.
+        speeds: speed of GPUs, by their numbers in the cluster, as parts of what the cluster file says.
     """
 
     plan: str
@@ -34,6 +35,7 @@ class PresentNodes:
     cluster: str
     words: tuple[str, ...]
     present: tuple[tuple[tuple[str, int], ...], ...]
+    speeds: dict[int, float] = field(default_factory=dict)
 
 
 def main() -> None:
@@ -50,7 +52,8 @@ def main() -> None:
 def _answer(request: PresentNodes, present: tuple[tuple[str, int], ...]) -> dict[str, Any]:
     try:
         plan = plan_from_yaml(yaml_from_text(Path(request.path), request.plan))
-        survivors = survive(plan, read_cluster(request.cluster), present, request.words)
+        cluster = read_cluster(request.cluster)
+        survivors = survive(plan, cluster, present, request.words, request.speeds)
     except HexiError as problem:
         return {"error": str(problem)}
     places = [present[rank] for rank in survivors.ranks]

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from megatron_hexi.cluster import ANYTHING, MEMORY_MARGIN, Cluster, PlannerRules, cluster_digest
 from megatron_hexi.elastic.planning.node import find_node
@@ -142,12 +143,17 @@ class Survivors:
 
 
 def survive(
-    plan: Plan, cluster: Cluster, present: Sequence[tuple[str, int]], words: Sequence[str]
+    plan: Plan,
+    cluster: Cluster,
+    present: Sequence[tuple[str, int]],
+    words: Sequence[str],
+    speeds: Mapping[int, float] | None = None,
 ) -> Survivors:
     """Return a plan for the nodes that are present.
 
     Args:
         present: node in the cluster file, and number there, of each started rank.
+        speeds: measured speed of GPUs, as parts of what the cluster file says; 1 where it is not known.
     """
     starts, job = _starts(cluster, present), lasting_job(plan, words, cluster)
     if plan.provenance and plan.provenance.cluster_digest not in (None, cluster_digest(cluster)):
@@ -159,11 +165,19 @@ def survive(
     numbers = {cluster.ranks[gpu].node for gpu in starts}
     if not starts.keys() >= set(gpus):
         others = set(range(len(cluster.nodes))).difference(numbers)
-        found = job.written(find_plan(job.request, cluster.without(others)))
+        now = cluster.at_speeds(_node_speeds(cluster, speeds or {}))
+        found = job.written(find_plan(job.request, now.without(others)))
         plan = plan_of_whole(found, cluster, others)
     absent = sorted({cluster.ranks[gpu].node for gpu in gpus}.difference(numbers))
     names = tuple(cluster.nodes[number].name for number in absent)
     return Survivors(plan, tuple(starts[gpu] for gpu in rank_gpus(plan, len(gpus))), names)
+
+
+def _node_speeds(cluster: Cluster, speeds: Mapping[int, float]) -> dict[int, float]:
+    """Return the mean speed of its node's GPUs for each GPU: the planner wants nodes of equal GPUs."""
+    return {
+        gpu: fmean(speeds.get(one, 1.0) for one in node.ranks) for node in cluster.nodes for gpu in node.ranks
+    }
 
 
 def _starts(cluster: Cluster, present: Sequence[tuple[str, int]]) -> dict[int, int]:

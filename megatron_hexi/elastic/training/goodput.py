@@ -16,10 +16,19 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_hexi.elastic import say
-from megatron_hexi.elastic.store import TRAINING, WANTED, in_round, job_time, round_store, whole_store
+from megatron_hexi.elastic.store import (
+    IN_ORDER,
+    TRAINING,
+    WANTED,
+    in_round,
+    job_time,
+    round_store,
+    whole_store,
+)
 from megatron_hexi.elastic.training.copying import copied_last, is_safe
 from megatron_hexi.elastic.training.fencing import ask_fence, end_to_start_again
 from megatron_hexi.elastic.training.loading import moved_words
+from megatron_hexi.elastic.training.round_plan import START_S
 from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.patching import STEP_PARAMETERS, patched
 from megatron_hexi.record import Round
@@ -108,7 +117,7 @@ class RoundSteps:
         say(order + moved_words(self._round))
 
     def before_step(self, iteration: int) -> None:
-        """End the round if nodes wait and the state was just saved or copied; rank 0 decides."""
+        """End the round if another is wanted and the state was just saved or copied; rank 0 decides."""
         saved = iteration % self._interval == 0
         if iteration == self._first or not (saved or iteration == copied_last()):
             return
@@ -116,10 +125,12 @@ class RoundSteps:
             ask_fence()
             self._job.set(f"kept/{iteration}", str(self._kept_s))
             self._job.set(f"samples/{iteration}", str(self._args.consumed_train_samples))
-            waits = self._round.check([WANTED]) and (saved or is_safe(iteration, _SAFE_S))
-            self._round.set(f"waits/{iteration}", "1" if waits else "")
-        if self._round.get(f"waits/{iteration}"):
-            say_it = f"iteration {iteration}: saved; starts again with a node that has come"
+            ends = self._round.check([WANTED]) and (saved or is_safe(iteration, _SAFE_S))
+            if ends:
+                self._round.set(IN_ORDER, "")
+            self._round.set(f"ends/{iteration}", self._round.get(WANTED).decode() if ends else "")
+        if wanted := self._round.get(f"ends/{iteration}").decode():
+            say_it = f"iteration {iteration}: saved; starts again with {wanted}"
             end_to_start_again(say_it if self._leads else "")
 
     def after_step(self, iteration: int, seconds: float) -> None:
@@ -130,9 +141,11 @@ class RoundSteps:
         if not self._leads:
             return
         if iteration == self._first + 1:
-            if self._job.check(["done"]):
-                away = job_time() - json.loads(self._job.get("done"))["at"]
+            again = self._job.check(["done"])
+            away = job_time() - (json.loads(self._job.get("done"))["at"] if again else self._begun)
+            if again:
                 say(f"iteration {iteration} has finished, {away:.1f} s after the last one before the restart")
+            self._job.set(START_S, str(away))
             self._round.set(TRAINING, "")
         self._job.set("done", json.dumps({"iteration": iteration, "at": job_time()}))
 

@@ -150,7 +150,7 @@ def fetch_copy(store: dist.Store, chosen: dict[str, Any]) -> Path | None:
 
 def moved_words(store: dist.Store) -> str:
     """Return how much nodes have sent each other to load a copy, for the log; empty where none is loaded."""
-    if _loaded is None or not store.check([_MOVED]):
+    if _loaded is None:
         return ""
     moved, least = (store.add(key, 0) / 1e6 for key in (_MOVED, _LEAST))
     return f"; {moved:.3f} MB of the state came from other nodes, of {least:.3f} MB that had to"

@@ -1,8 +1,8 @@
-"""The plan of a round as rank 0 gets it: from the planner's process, or computed before the loss.
+"""The plan of a round as rank 0 gets it: chosen in a round before, from the planner's process, or made ahead.
 
 While a round trains, the planner looks ahead, at a low priority: a plan for each set of nodes that the loss
 of one node would leave, and for each with a spare in its place. Plans are in the store that survives from one
-round to the next.
+round to the next. What re-planning (`replan.training`) has measured and chosen is kept there, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_hexi.elastic.store import TRAINING, find_spares, round_store, whole_store
+from megatron_hexi.elastic.store import (
+    DECISION,
+    TRAINING,
+    WANTED,
+    find_spares,
+    round_store,
+    whole_store,
+)
+from megatron_hexi.elastic.training.fencing import ask_fence
 from megatron_hexi.text_file import read_text
 
 #: How long the planner may take.
@@ -30,6 +38,9 @@ _LEAST_NICE = 19
 #: Seconds between two looks for spares that have come.
 _LOOK_S = 5
 
+#: Keys of the job: seconds without training that the newest round has begun with, and the speeds of GPUs.
+START_S, _SPEEDS = "start s", "speeds"
+
 #: Node in the cluster file, and number there, of each started rank.
 Places = Sequence[tuple[str, int]]
 
@@ -38,13 +49,16 @@ def plan_for(job: dist.Store, request: dict[str, Any], present: Places) -> dict[
     """Return the plan for the nodes that are present.
 
     Args:
-        request: request to `megatron_hexi.elastic.planning`, without ``present``.
+        request: request to `megatron_hexi.elastic.planning`, without ``present`` and ``speeds``.
 
     Returns:
-        A dictionary with ``plan`` (YAML text), ``left_out`` (names of absent nodes) and ``ranks`` (for each
-        rank of the plan, the number that the rank was started with); or with ``error`` alone.
+        A dictionary with ``plan`` (YAML text), ``left_out`` (names of absent nodes), ``ranks`` (for each
+        rank of the plan, the number that the rank was started with), and what `choose_plan` needs; or with
+        ``error`` alone.
     """
-    key = _key(request, present)
+    chosen = _key(request | {"chosen": True}, present)
+    request = _with_speeds(job, request)
+    key = chosen if job.check([chosen]) else _key(request, present)
     if job.check([key]):
         answer = json.loads(job.get(key))
     else:
@@ -66,7 +80,37 @@ def plan_for(job: dist.Store, request: dict[str, Any], present: Places) -> dict[
         job.set(key, json.dumps(answer))
     started = {(node, local): rank for rank, (node, local) in enumerate(present)}
     ranks = [started[node, local] for node, local in answer["places"]]
-    return {"plan": answer["plan"], "left_out": answer["left_out"], "ranks": ranks}
+    return {**answer, "ranks": ranks, "chosen": chosen}
+
+
+def _with_speeds(job: dist.Store, request: dict[str, Any]) -> dict[str, Any]:
+    return request | {"speeds": json.loads(job.get(_SPEEDS)) if job.check([_SPEEDS]) else {}}
+
+
+def choose_plan(plan: str, wanted: str = "") -> None:
+    """Let later rounds of the nodes that are present train by a plan for the same GPUs; called by rank 0.
+
+    Args:
+        plan: YAML text.
+        wanted: why the next round is to begin as soon as the state is saved; empty: it is not.
+    """
+    ask_fence()
+    decision = json.loads(round_store().get(DECISION))
+    answer = {"plan": plan, "left_out": decision["left_out"], "places": decision["places"]}
+    whole_store().set(decision["chosen"], json.dumps(answer))
+    if wanted:
+        round_store().set(WANTED, wanted)
+
+
+def tell_speeds(speeds: Mapping[str, float]) -> None:
+    """Let the planner take GPUs, by their numbers in the cluster, for slower than the cluster file says."""
+    ask_fence()
+    whole_store().set(_SPEEDS, json.dumps(speeds))
+
+
+def start_s() -> float:
+    """Return the seconds between the last iteration before this round and its first one."""
+    return float(whole_store().get(START_S))
 
 
 def plan_ahead(request: dict[str, Any], present: Places) -> None:
@@ -88,6 +132,7 @@ def _plan_ahead(request: dict[str, Any], present: Places) -> None:
 
 def _plan_losses(job: dist.Store, request: dict[str, Any], present: Places, planned: Set[str]) -> Set[str]:
     """Plan for the loss of each node, unless that is among the keys in `planned`; return all of the keys."""
+    request = _with_speeds(job, request)
     sets = {_key(request, places): places for places in _after_a_loss(present, find_spares(job))}
     new = {key: places for key, places in sets.items() if key not in planned and not job.check([key])}
     if new:

@@ -12,6 +12,7 @@ work are not slow ones.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections import deque
@@ -86,6 +87,8 @@ class RankHistory:
 
 
 _NICE = 10
+#: Intervals in which a round with moved layers must pay back its start.
+_ROUND_INTERVALS = 20
 #: The most plans with moved layers that are timed.
 _MOST_MOVES = 200
 
@@ -99,7 +102,8 @@ class Advice:
         present_s: seconds of an iteration under the present plan at these speeds, as predicted.
         best_s: the same under the best plan found.
         restart: a plan that is faster by more than the threshold than the best found, with other layers in
-            its stages; ``None``: none was found. Layers do not move while the job runs.
+            its stages; ``None``: none was found.
+        moves: whether a round by `restart` pays back its start.
         plan: plan to swap to; ``None``: keep the present one.
     """
 
@@ -112,6 +116,7 @@ class Advice:
     reason: str
     restart: Plan | None = None
     restart_s: float = 0.0
+    moves: bool = False
 
     @property
     def gain(self) -> float:
@@ -146,7 +151,7 @@ class Advisor:
         self._changed: set[int] = set()
         self._first = plan
         self._cut: tuple[tuple[float, ...], Plan] | None = None
-        self._moved: tuple[tuple[float, ...], tuple[Plan, float]] | None = None
+        self._moved: tuple[tuple[float, ...], tuple[Plan | None, float]] | None = None
         self.swapped(plan)
 
     def swapped(self, plan: Plan) -> None:
@@ -160,14 +165,23 @@ class Advisor:
         self._work_s = [max(least, cost.compute_s) for cost in costs]
         self._histories = self._histories or [RankHistory() for _ in costs]
 
-    def advise(self, iteration: int, busy_s: Sequence[Sequence[float]], swap_s: float) -> Advice:
-        """Return advice from measured times."""
+    def advise(
+        self, iteration: int, busy_s: Sequence[Sequence[float]], swap_s: float, start_s: float = math.inf
+    ) -> Advice:
+        """Return advice from measured times.
+
+        Args:
+            busy_s: seconds in which each rank was busy, for each iteration.
+            swap_s: seconds that a swap takes.
+            start_s: seconds without training before the first iteration of a new round, in which layers may
+                move; infinite: there are no rounds.
+        """
         for row in busy_s:
             self._note([busy / work for busy, work in zip(row, self._work_s, strict=True)])
         if min(map(len, self._histories)) < WINDOW:
             return Advice(iteration, (), (), 1.0, 1.0, None, "too few iterations yet")
         speeds = self._speeds()
-        cluster = self._cluster.at_speeds(dict(zip(self._gpus, speeds, strict=True)))
+        cluster = self._cluster.at_speeds(self.by_gpu(speeds))
         model = CostModel(self._job, cluster)
         if self._cut is None or self._cut[0] != speeds:
             self._cut = speeds, self._cut_anew(model)
@@ -187,7 +201,13 @@ class Advisor:
         restart, restart_s = self._restarted(model)
         if after - restart_s <= self._threshold * before:
             restart, restart_s = None, 0.0
-        return Advice(iteration, speeds, changed, before, after, plan, reason, restart, restart_s)
+        horizon = _ROUND_INTERVALS * self._interval
+        moves = restart is not None and (after - restart_s) * horizon > start_s
+        return Advice(iteration, speeds, changed, before, after, plan, reason, restart, restart_s, moves)
+
+    def by_gpu(self, speeds: Sequence[float]) -> dict[int, float]:
+        """Return the ranks' speeds by the numbers of their GPUs in the cluster."""
+        return dict(zip(self._gpus, speeds, strict=False))
 
     def _restarted(self, model: CostModel) -> tuple[Plan | None, float]:
         """Return the best plan found with layers moved between stages, and its seconds of an iteration."""
@@ -200,7 +220,8 @@ class Advisor:
             start = Candidate(plan, self._job, model.timing(plan))
             moved = Climb([layer_moves], lambda _job: model).best(start, _MOST_MOVES)
             cut = recut(moved.plan, self._job, model.cluster, self._shares)
-            self._moved = speeds, (cut, model.timing(cut).phases.total)
+            timing = model.timing(cut)
+            self._moved = speeds, (cut if timing.fits else None, timing.phases.total)
         return self._moved[1]
 
     def _cut_anew(self, model: CostModel) -> Plan:
@@ -235,6 +256,7 @@ def answer(advice: Advice) -> dict[str, Any]:
         "plan": advice.plan and dump_plan(advice.plan),
         "digest": advice.plan and plan_digest(advice.plan),
         "restart": advice.restart and _spell_layers(advice.restart),
+        "moved": dump_plan(advice.restart) if advice.restart and advice.moves else None,
     }
 
 
@@ -262,7 +284,9 @@ def main() -> None:
             else:
                 if request["swapped"] is not None:
                     advisor.swapped(_plan(request["swapped"]))
-                document = answer(advisor.advise(request["iteration"], request["busy_s"], request["swap_s"]))
+                measured = request["iteration"], request["busy_s"], request["swap_s"]
+                advice = advisor.advise(*measured, request["start_s"] or math.inf)
+                document = answer(advice) | {"by_gpu": advisor.by_gpu(advice.speeds)}
         except HexiError as problem:
             document = {"error": str(problem)}
         print(json.dumps(document, allow_nan=False), flush=True)

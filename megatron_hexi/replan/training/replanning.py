@@ -3,7 +3,8 @@
 Every N iterations each rank posts its times in the job's store; rank 0 hands them to the planner, a process
 of its own (`replan.planning.advisor`), and goes on. When that has found a plan that is worth it, rank 0
 orders a swap at an iteration that no rank has reached yet; there all agree on the digest and go on by a new
-session. Weights and optimizer state stay where they are, and the process groups as well.
+session. Weights and optimizer state stay where they are, and the process groups as well. A plan that moves
+layers begins in a round of its own, under megatron_hexi.elastic.
 
 No iteration ends before all ranks have added up their gradients. So what rank 0 wrote before it began
 iteration n is there for every rank before it begins n + 1.
@@ -28,6 +29,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hexi.elastic.store import in_round
+from megatron_hexi.elastic.training.round_plan import choose_plan, start_s, tell_speeds
 from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.megatron.progress import close_interval
 from megatron_hexi.megatron.samplers import announce_share, batches_ahead, set_training
@@ -89,7 +92,7 @@ class Replanner:
         self._told_plan: str | None = None
         self._previous: str | None = None
         self._watched_until = 0
-        self._ended = False
+        self._ended = self._told_speeds = False
         self._advice = advice(self._opening()) if self._rank == 0 else None
 
     def before_step(self, iteration: int) -> None:
@@ -155,6 +158,8 @@ class Replanner:
         if self._rank == 0:
             self._swap_s = time.perf_counter() - begin
             self._told_plan = order.plan
+            if in_round():
+                choose_plan(order.plan)
             self._say(f"iteration {iteration}: swapped to plan {digest[:12]} in {1e3 * self._swap_s:.1f} ms")
 
     # Rank 0
@@ -187,8 +192,9 @@ class Replanner:
         rows = [[report["busy_s"][-count:][row] for report in reports] for row in range(count)]
         if rows and self._awaited is None and self._order is None:
             swapped_plan, self._told_plan = self._told_plan, None
+            times = {"swap_s": self._swap_s, "start_s": start_s() if in_round() else None}
             self._advice.ask(  # type: ignore[union-attr]
-                {"iteration": iteration, "busy_s": rows, "swap_s": self._swap_s, "swapped": swapped_plan}
+                {"iteration": iteration, "busy_s": rows, "swapped": swapped_plan, **times}
             )
             self._awaited = iteration
 
@@ -228,6 +234,16 @@ class Replanner:
                 f"; started again with {answer['restart']} layers in its stages {answer['restart_s']:.4g} s "
                 f"(gain {gain:.1%})"
             )
+            if in_round() and not answer.get("moved"):
+                numbers += f", which does not pay back the {start_s():.0f} s of a round's start"
+        if in_round() and (answer["changed"] or not self._told_speeds) and answer["speeds"]:
+            tell_speeds(answer["by_gpu"])
+            self._told_speeds = True
+        if moved := answer.get("moved"):
+            self._ended = True  # until the next round
+            choose_plan(moved, f"{answer['restart']} layers in its stages")
+            self._say(f"iteration {answer['iteration']}: layers move when the state is saved; {numbers}")
+            return
         if plan is None:
             self._say(f"iteration {answer['iteration']}: keeps its plan, {reason}; {numbers}")
             return

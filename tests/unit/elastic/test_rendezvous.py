@@ -211,10 +211,10 @@ def test_ranks_that_train_are_told_of_nodes_that_wait_and_others_start_again(tra
     assert here.num_nodes_waiting() == 1
     here.round.set(TRAINING, "")
     assert here.num_nodes_waiting() == 0
-    assert here.round.get(WANTED) == b"1"
+    assert here.round.get(WANTED) == b"a node that has come"
     trained.come("e")
     assert here.num_nodes_waiting() == 0
-    assert here.round.get(WANTED) == b"1"  # there is no room for more
+    assert here.round.get(WANTED) == b"a node that has come"  # there is no room for more
 
 
 def test_a_silent_node_counts_while_ranks_start(trained, monkeypatch):

@@ -119,6 +119,19 @@ def test_kinds_of_models_are_planned_anew(cluster, kind):
     assert found.plan.workload.value_size == (24 if kind == "latent" else 16)
 
 
+@pytest.mark.parametrize("cluster", ["network"], indirect=True)
+def test_measured_speeds_decide_how_work_is_divided(cluster, plan):
+    """Without the slow node: of the four GPUs left, those of one node run at a third of their speed."""
+    present = [(name, i) for name in ("fast-0", "fast-1") for i in range(2)]
+    model = model_from_arguments(unplaced(WORDS), COMMAND_LINE)
+    slowed, seconds = cluster.at_speeds({2: 1 / 3, 3: 1 / 3}), []
+    for speeds in (None, {2: 0.2, 3: 0.46666667}):
+        found = survive(plan, cluster, present, WORDS, speeds).plan
+        job = replace(job_of_plan(found, model, precision="fp32"), global_batch_size=4)
+        seconds.append(CostModel(job, slowed).timing(found).phases.total)
+    assert seconds[1] < 0.9 * seconds[0]
+
+
 def test_while_all_of_a_plan_s_nodes_are_there_it_stays(cluster, plan):
     present = [("slow-0", 0), ("fast-1", 0), ("fast-1", 1), ("fast-0", 0), ("fast-0", 1)]
     found = survive(plan, cluster, present, WORDS)

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from megatron_hexi.elastic.store import add_spare
+from megatron_hexi.elastic.store import DECISION, WANTED, add_spare
 from megatron_hexi.elastic.training import round_plan
-from megatron_hexi.elastic.training.round_plan import _plan_losses, plan_for
+from megatron_hexi.elastic.training.round_plan import _plan_losses, choose_plan, plan_for, tell_speeds
 
 PRESENT = [("a", 0), ("a", 1), ("b", 0), ("c", 0)]
 
@@ -47,12 +47,28 @@ def planner(monkeypatch):
 def test_the_planner_is_asked_once_for_the_same_nodes_in_any_order(asked, planner):
     job = dist.HashStore()
     found = plan_for(job, asked, PRESENT)
-    assert found == {"plan": "for 3", "left_out": ["d"], "ranks": [0, 1, 2]}
+    assert (found["plan"], found["left_out"], found["ranks"]) == ("for 3", ["d"], [0, 1, 2])
     assert plan_for(job, asked, PRESENT[::-1])["ranks"] == [3, 2, 1]
     assert len(planner) == 1
     plan_for(job, asked, PRESENT[:3])
     plan_for(job, asked | {"words": ["--bf16"]}, PRESENT)
     assert len(planner) == 3
+
+
+def test_a_plan_that_was_chosen_stays_while_the_same_nodes_are_there(asked, planner, monkeypatch):
+    job, now = dist.HashStore(), dist.HashStore()
+    monkeypatch.setattr(round_plan, "whole_store", lambda: job)
+    monkeypatch.setattr(round_plan, "round_store", lambda: now)
+    monkeypatch.setattr(round_plan, "ask_fence", lambda: None)
+    now.set(DECISION, json.dumps(plan_for(job, asked, PRESENT)))
+    choose_plan("with other layers", "other layers in its stages")
+    assert now.get(WANTED) == b"other layers in its stages"
+    tell_speeds({"0": 1.0, "1": 0.5})
+    found = plan_for(job, asked, PRESENT[::-1])
+    assert (found["plan"], found["left_out"], found["ranks"]) == ("with other layers", ["d"], [3, 2, 1])
+    assert len(planner) == 1
+    assert plan_for(job, asked, PRESENT[:2])["plan"] == "for 2"
+    assert len(planner) == 2
 
 
 def test_plans_for_each_loss_are_made_ahead_with_and_without_a_spare(asked, planner, monkeypatch):

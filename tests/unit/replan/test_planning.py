@@ -253,6 +253,11 @@ def test_where_only_layers_help_the_advice_says_what_a_restart_gains():
     assert layers[0] > layers[1]
     assert advice.restart_s < 0.9 * advice.present_s
     assert answer(advice)["restart"] == " + ".join(map(str, layers))
+    assert answer(advice)["moved"] is None
+    # A round with them must pay back its start within twenty intervals of five iterations.
+    pays = 100 * (advice.best_s - advice.restart_s)
+    for start_s, moved in ((0.9 * pays, dump_plan(advice.restart)), (1.1 * pays, None)):
+        assert answer(Advisor(plan, job, CLUSTER, 0.03, 5).advise(10, slow, 0.1, start_s))["moved"] == moved
     even = [[rank.compute_s for rank in CostModel(job, CLUSTER).estimate(plan).ranks]] * 10
     assert Advisor(plan, job, CLUSTER, 0.03, 5).advise(10, even, 0.1).restart is None
 
@@ -303,7 +308,7 @@ def test_the_process_answers_line_by_line_and_says_what_is_wrong():
     }
     ranks = CostModel(JOB, CLUSTER).estimate(PLAN).ranks
     slow = [[rank.compute_s * (2 if rank.rank == 3 else 1) for rank in ranks]] * 10
-    report = {"iteration": 10, "busy_s": slow, "swap_s": 0.1, "swapped": None}
+    report = {"iteration": 10, "busy_s": slow, "swap_s": 0.1, "start_s": None, "swapped": None}
     wrong = opening | {"job": job | {"seq_length": 8}}
     for documents, key in (([opening, report], "reason"), ([wrong], "error")):
         text = "".join(json.dumps(document) + "\n" for document in documents)
