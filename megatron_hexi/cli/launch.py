@@ -168,6 +168,8 @@ def find_flags(plan: Plan, path: str, model: str, more: list[str]) -> tuple[str,
     given = argument_words(model)
     if plan.job.lora_rank is not None:
         raise NoFlagError(f"{path}: adapters of rank {plan.job.lora_rank}: {BRIDGE_ALONE}")
+    if any(member.patches is not None for member in plan.members):
+        raise NoFlagError(f"{path}: divided images: {BRIDGE_ALONE}")
     if given is None:
         given = replace_flags(model_flags(read_model(model), plan.workload.seq_length), constant_flags(model))
         if "--moe-router-load-balancing-type" not in more:
