@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_hexi.megatron.bridge_checkpoint import OF_BRIDGE
-from megatron_hexi.megatron.encoder import Encode, Images, encode_nothing
+from megatron_hexi.megatron.encoder import Encode, ImageShares, encode_nothing
 from megatron_hexi.megatron.session import Session, active_session, set_active_session
 from megatron_hexi.megatron.stages.stage_checkpoints import attributes
 from megatron_hexi.patching import patched
@@ -74,7 +74,7 @@ class _Pass:
         """
         self._has_encoded = True
         seen = torch.isin(self._tokens, torch.tensor(kinds, device=self._tokens.device))
-        images = Images.of(self._session, grids, self._encoder.spatial_merge_size, seen)
+        images = ImageShares.of(self._session, grids, self._encoder.spatial_merge_size, seen)
         first, *further = images.encode(self._encode, pixels).split(self._config.hidden_size, 1)
         return images.whole(first), further
 

@@ -24,7 +24,7 @@ Encode = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Images:
+class ImageShares:
     """A rank's part in the images of a micro-batch.
 
     Args:
@@ -44,7 +44,7 @@ class Images:
     exchange: FeatureExchange | None
 
     @classmethod
-    def of(cls, session: Session, grids: Tensor, merge: int, seen: Tensor) -> Images:
+    def of(cls, session: Session, grids: Tensor, merge: int, seen: Tensor) -> ImageShares:
         """Return this rank's part.
 
         Args:

@@ -17,7 +17,7 @@ from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.batch import has_three_axes
 from megatron_hexi.megatron.documents_ahead import END_KEYS, ends_in
-from megatron_hexi.megatron.encoder import Encode, Images
+from megatron_hexi.megatron.encoder import Encode, ImageShares
 from megatron_hexi.megatron.groups import agree
 from megatron_hexi.megatron.loop_job import LoopJob, hold_loop
 from megatron_hexi.megatron.packing import packed_shard
@@ -111,7 +111,7 @@ class LoopSession:
         Raises:
             PlanError: images and tokens do not have equally many features.
         """
-        images = Images.of(self._session, grids, merge, seen)
+        images = ImageShares.of(self._session, grids, merge, seen)
         return images.whole(images.encode(encode, pixels))
 
     def unshard(self, values: Tensor, documents: Tensor | None = None) -> Tensor:

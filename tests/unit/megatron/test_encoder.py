@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.megatron import encoder
-from megatron_hexi.megatron.encoder import Images
+from megatron_hexi.megatron.encoder import ImageShares
 from megatron_hexi.plan import Domain, Group, Member
 from megatron_hexi.runtime import feature_exchange
 
@@ -28,14 +28,14 @@ DOMAIN = Domain(
 GRIDS = [[[1, 4, 4], [2, 2, 4]], [[1, 2, 2]], [], [[1, 6, 4], [1, 2, 4]]]
 
 
-def images_of(rank: int, domain: Domain, grids: list[Any], monkeypatch: pytest.MonkeyPatch) -> Images:
+def images_of(rank: int, domain: Domain, grids: list[Any], monkeypatch: pytest.MonkeyPatch) -> ImageShares:
     for module in (encoder, feature_exchange):
         monkeypatch.setattr(module.dist, "get_rank", lambda group: rank)
         monkeypatch.setattr(module.dist, "get_world_size", lambda group: len(domain.members))
     session: Any = SimpleNamespace(
         domain=domain, attention=SimpleNamespace(domain_group=None), seq_length=LENGTH
     )
-    return Images.of(
+    return ImageShares.of(
         session, torch.tensor([*itertools.chain(*grids)], dtype=torch.int64).view(-1, 3), MERGE, seen(grids)
     )
 
@@ -100,4 +100,4 @@ def holder(place: int) -> int:
 def test_images_that_texts_do_not_hold_are_refused(monkeypatch: pytest.MonkeyPatch):
     session: Any = SimpleNamespace(domain=DOMAIN, attention=None, seq_length=LENGTH)
     with pytest.raises(PlanError, match="have 4 features, and its sequences tokens for 1; give sequences"):
-        Images.of(session, torch.tensor([[1, 4, 4]]), MERGE, seen([[[1, 2, 2]]]))
+        ImageShares.of(session, torch.tensor([[1, 4, 4]]), MERGE, seen([[[1, 2, 2]]]))
