@@ -9,7 +9,8 @@ middle one slows. Three trainings on equal data:
 - best: the fastest cut of the layers for the slowed GPU, of all, from the first iteration on
 
 Losses of the first two must agree; the third begins with other weights, drawn by stage. What moving layers
-wins is set beside what the best cut wins: (kept - followed) / (kept - best), by the median of each training's last iterations.
+wins is set beside what the best cut wins: (kept - followed) / (kept - best), by the
+median of each training's last iterations.
 """
 
 from __future__ import annotations

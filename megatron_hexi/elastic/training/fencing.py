@@ -8,11 +8,11 @@ all others away. Renaming is atomic: a checkpoint that was not in its place by t
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -88,8 +88,11 @@ def take_save(save: str | Path, job: dist.Store) -> None:
         while held := _held(own):
             ask_fence()  # after looking, so that a late rank takes nothing from rounds after its own
             for folder in held:
-                with suppress(FileNotFoundError):  # another round, or job, was faster
+                try:
                     folder.rename(own / folder.name)
+                except OSError as problem:  # another round was faster, and may hold this one's folder
+                    if problem.errno not in (errno.ENOENT, errno.EINVAL):
+                        raise
             _check_held(own)
         for folder in own.iterdir():
             shutil.rmtree(folder, ignore_errors=True)  # ranks that were stopped may have files open

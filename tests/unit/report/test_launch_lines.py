@@ -34,7 +34,7 @@ def test_flags_of_a_model_are_read_as_that_model(name, tmp_path):
     read = model_from_arguments(unplaced((*model_flags(model, 4096), *scores)), tmp_path / "job.args")
     assert read.norm_params(1) == model.norm_params(1)  # which None says, too, where biases are as elsewhere
     read = dataclasses.replace(read, norm_biases=model.norm_biases)
-    assert dataclasses.replace(read, name=model.name, source=model.source) == model
+    assert dataclasses.replace(read, name=model.name, source=model.source, vision=model.vision) == model
 
 
 LLAMA = {
