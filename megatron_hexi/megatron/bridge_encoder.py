@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_hexi.megatron.bridge_checkpoint import OF_BRIDGE
 from megatron_hexi.megatron.encoder import Encode, ImageShares, encode_nothing
-from megatron_hexi.megatron.session import Session, active_session, set_active_session
+from megatron_hexi.megatron.session import Session, active_session, without_session
 from megatron_hexi.megatron.stages.stage_checkpoints import attributes
 from megatron_hexi.patching import patched
 
@@ -180,12 +180,8 @@ def _qwen3(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
     **OF_BRIDGE,
 )
 def _of_whole_images(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    session = active_session()
-    set_active_session(None)
-    try:
+    with without_session():
         original(self, *args, **kwargs)
-    finally:
-        set_active_session(session)
 
 
 @patched(

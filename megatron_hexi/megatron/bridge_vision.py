@@ -39,7 +39,7 @@ def refuse_vision(config: Any) -> None:
     dealt = getattr(config.model, "vision_dp_when_cp", False)
     if dealt or getattr(getattr(config.model, "dist_train", None), "use_dist_train", False):
         name = "vision_dp_when_cp" if dealt else "dist_train.use_dist_train"
-        raise HexiError(f"model.{name} True: each rank of a domain embeds its images itself; give False")
+        raise HexiError(f"model.{name} True: a plan divides images, by patches of its units; give False")
     given = given_plan()
     if given is not None and given.mesh is not None:
         raise HexiError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_hexi.errors import PlanError, user_errors
-from megatron_hexi.megatron.session import active_session, set_active_session
+from megatron_hexi.megatron.session import active_session, without_session
 from megatron_hexi.megatron.stages.stage_checkpoints import attributes
 from megatron_hexi.patching import Patch, patched
 
@@ -59,12 +59,8 @@ def _of_whole_images(original: Callable[..., None]) -> Callable[..., None]:
     """Return the constructor of an encoder, whose attention has no mask and is not divided."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        session = active_session()
-        set_active_session(None)
-        try:
+        with without_session():
             original(self, *args, **kwargs)
-        finally:
-            set_active_session(session)
 
     return __init__
 

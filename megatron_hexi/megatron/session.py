@@ -5,7 +5,8 @@ It is one object, which a swap of plans between two iterations replaces (`replan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -165,6 +166,17 @@ def set_given_plan(plan: GivenPlan | None) -> None:
 def active_session() -> Session | None:
     """Return this rank's session; ``None`` where Megatron runs without a plan."""
     return _session
+
+
+@contextmanager
+def without_session() -> Iterator[None]:
+    """Let what is built within the context be as without a plan, as encoders of images are."""
+    session = _session
+    set_active_session(None)
+    try:
+        yield
+    finally:
+        set_active_session(session)
 
 
 def set_active_session(session: Session | None) -> None:

@@ -140,7 +140,7 @@ def test_layers_move_and_no_bit_changes(name, forks, tmp_path):
 
 
 def layers_of_others(old: Plan, new: Plan, nodes: list[str], order: list[str]) -> int:
-    """How many layers nodes need that neither their copy has nor that of the node before them in a round."""
+    """Return the number of layers that nodes need and lack, in memory of their own and of the node before."""
     had = {node: set(range(*(stage.layers or ()))) for node, stage in zip(nodes, old.stages, strict=True)}
     needed = {node: set(range(*(stage.layers or ()))) for node, stage in zip(nodes, new.stages, strict=True)}
     return sum(len(needed[node] - had[node] - had[order[number - 1]]) for number, node in enumerate(order))

@@ -19,7 +19,8 @@ from megatron_hexi.models.hugging_face.fields import (
     ModelType,
     Only,
 )
-from megatron_hexi.models.hugging_face.types import ENCODERS, TYPES, WRAPPERS
+from megatron_hexi.models.hugging_face.types import TYPES
+from megatron_hexi.models.hugging_face.wrappers import ENCODERS, WRAPPERS
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any
 from megatron_hexi.errors import HexiError, NoFlagError
 from megatron_hexi.models.hugging_face.config import Config, read_config
 from megatron_hexi.models.hugging_face.constants import constants_of
-from megatron_hexi.models.hugging_face.encoders import vision_of
 from megatron_hexi.models.hugging_face.layers import (
     expert_fields,
     hybrid_pattern,
@@ -17,6 +16,7 @@ from megatron_hexi.models.hugging_face.layers import (
     window_fields,
 )
 from megatron_hexi.models.model import Model
+from megatron_hexi.models.vision import Vision
 
 
 def model_from_config(text: str, path: Path) -> Model:
@@ -34,7 +34,7 @@ def model_from_config(text: str, path: Path) -> Model:
         constants_of(config)
     read = {"gpt2": _gpt, "nemotron_h": _hybrid, "lfm2": _paired, "lfm2_moe": _paired}
     fields = read.get(config.model_type, _decoder)(config)
-    vision = vision_of(config, fields["hidden_size"])
+    vision = _vision_of(config, fields["hidden_size"])
     left_out = config.is_part and vision is None
     source = f"{path}: text_config; vision is left out" if left_out else str(path)
     vocab_size, tied = config.size("vocab_size"), config.flag("tie_word_embeddings")
@@ -182,3 +182,52 @@ def _has_biases(config: Config) -> bool:
         )
         config.refuse("attention_bias", attention, "give a model with both or none", problem)
     return attention
+
+
+def _vision_of(config: Config, hidden_size: int) -> Vision | None:
+    """Return the encoder of a model's images; ``None``: the model has none, or none that is read.
+
+    Args:
+        hidden_size: width of the decoder.
+
+    Raises:
+        HexiError: a field is not usable, or the encoder's features are not as wide as the decoder.
+    """
+    own = config.encoder
+    if own is None:
+        return None
+    features = "out_hidden_size" if own.has("out_hidden_size") else "hidden_size"
+    if own.size(features) != hidden_size:
+        own.refuse(features, own.get(features), f"write {hidden_size}", "differs from the decoder's width")
+    layers, patch = own.size("depth"), own.size("patch_size")
+    fields: dict[str, Any] = {
+        "layers": layers,
+        "heads": own.size("num_heads"),
+        "patch_values": own.size("in_channels") * own.size("temporal_patch_size") * patch**2,
+        "merge": own.size("spatial_merge_size"),
+    }
+    if own.has("embed_dim"):
+        width = own.size("embed_dim")
+        fields |= {"hidden_size": width, "ffn_hidden_size": own.size("mlp_ratio") * width}
+    else:
+        fields |= {"hidden_size": own.size("hidden_size"), "ffn_hidden_size": own.size("intermediate_size")}
+    if own.has("window_size"):
+        side = fields["merge"] * (own.size("window_size") // fields["merge"] // patch)
+        full = len(_layers(own, "fullatt_block_indexes", layers))
+        fields |= {"gated": True, "norm_biases": False, "window": side**2, "full_layers": full}
+    if own.has("num_position_embeddings"):
+        further = len(_layers(own, "deepstack_visual_indexes", layers))
+        positions = own.size("num_position_embeddings")
+        fields |= {"patch_bias": True, "positions": positions, "deepstack": further}
+    try:
+        return Vision(**fields)
+    except HexiError as problem:
+        raise HexiError(f"{own.path}: {problem}") from None
+
+
+def _layers(own: Config, field: str, layers: int) -> list[int]:
+    """Return the value of a field that is a list of layers of the encoder, counted from 0."""
+    value = own.get(field)
+    if not isinstance(value, list | tuple) or any(type(i) is not int or not 0 <= i < layers for i in value):
+        own.refuse(field, value, f"write a list of layers from 0 to {layers - 1}")
+    return list(value)

@@ -55,7 +55,7 @@ def job(tmp_path, monkeypatch):
 
 
 def loaded(monkeypatch, store, copy, folder, url, sizes):
-    """What a rank of a node gets of the copy, as zeros before, and the folder that it reads from."""
+    """Return the tensors that a rank of a node loads from the copy, and the folder that it reads from."""
     monkeypatch.setenv(COPIES_URL_VARIABLE, url)
     one = LoadedCopy(store, copy, folder)
     monkeypatch.setattr(loading, "_loaded", one)

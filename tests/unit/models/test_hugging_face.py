@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import read_model
 from megatron_hexi.models.hugging_face.fields import HARMLESS, HARMLESS_FIELDS, NEEDED, ONLY
-from megatron_hexi.models.hugging_face.types import TYPES, WRAPPERS
+from megatron_hexi.models.hugging_face.types import TYPES
+from megatron_hexi.models.hugging_face.wrappers import WRAPPERS
 from tests.support.published_configs import PUBLISHED
 
 
