@@ -88,11 +88,13 @@ class _Pass:
                 patches = self._encoder.patch_embed.proj.weight.flatten(1)
                 nothing = encode_nothing(self._encode, self._encoder.spatial_merge_size, patches)
                 decoder_input = decoder_input + nothing.sum()
+            decoder_input = decoder_input[:, self._session.samples]
             decoder_input = decoder_input.index_select(0, self._session.shard.positions)
             if self._scatters:
                 decoder_input = scatter_to_sequence_parallel_region(decoder_input)
         if "visual_pos_masks" in kwargs:  # a Qwen3-VL, which cuts positions and features itself
-            kwargs["position_ids"] = kwargs["position_ids"].index_select(2, self._session.shard.positions)
+            own = kwargs["position_ids"][:, self._session.samples]
+            kwargs["position_ids"] = own.index_select(2, self._session.shard.positions)
             self._decoder.rotary_pos_emb.is_thd_format = True  # so the rotary embedding does not cut them
         if kwargs.get("visual_pos_masks") is not None:
             kwargs |= self._of_further_features(kwargs["visual_pos_masks"], kwargs["deepstack_visual_embeds"])
@@ -109,7 +111,7 @@ class _Pass:
         from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
         shard = self._session.shard
-        mask = mask.index_select(1, shard.positions)
+        mask = mask[self._session.samples].index_select(1, shard.positions)
         mask[:, shard.tokens :] = False
         if self._scatters:
             numbers = mask.flatten().cumsum(0).view_as(mask) - 1

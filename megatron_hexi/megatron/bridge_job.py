@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any, Final
@@ -31,16 +32,18 @@ _OF_THE_START: Final = ("hexi_plan", "hexi_platform")
 #: Sections that are not asked: the model is given apart, and Bridge states both ends of a constant weight
 #: decay, which Megatron-LM refuses.
 _APART: Final = ("model", "scheduler")
-#: Settings that no argument of Megatron has, as section and field, with the value under a plan and a reason.
+#: Settings that no argument of Megatron has, with the value under a plan and a reason.
 _REFUSED: Final = (
-    ("dist", "use_decentralized_pg", False, "its groups are not those of the plan"),
-    ("dist", "eval_context_parallel_size", None, "the plan divides validation's sequences too"),
-    ("dist", "lazy_mpu_init", False, "a plan's groups are made at once"),
-    ("inprocess_restart", "enabled", False, "a restart makes groups anew"),
-    ("train", "num_epochs", None, "a plan's batches are counted in iterations"),
-    ("checkpoint", "also_save_hf_checkpoint", False, "its export gathers weights by Bridge's groups"),
-    ("checkpoint", "custom_manager_class", None, "its files may depend on Bridge's groups"),
-    ("tensor_inspect", "enabled", False, "it looks at layers that a plan replaces"),
+    ("dist.use_decentralized_pg", False, "its groups are not those of the plan"),
+    ("dist.eval_context_parallel_size", None, "the plan divides validation's sequences too"),
+    ("dist.lazy_mpu_init", False, "a plan's groups are made at once"),
+    ("inprocess_restart.enabled", False, "a restart makes groups anew"),
+    ("train.num_epochs", None, "a plan's batches are counted in iterations"),
+    ("checkpoint.also_save_hf_checkpoint", False, "its export gathers weights by Bridge's groups"),
+    ("checkpoint.custom_manager_class", None, "its files may depend on Bridge's groups"),
+    ("model.vision_dp_when_cp", False, "a plan divides images, by patches of its units"),
+    ("model.dist_train.use_dist_train", False, "a plan divides images, by patches of its units"),
+    ("tensor_inspect.enabled", False, "it looks at layers that a plan replaces"),
 )
 
 
@@ -116,12 +119,9 @@ def _refuse_settings(config: Any) -> None:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training.config import GPTDatasetConfig
 
-    for section, name, allowed, reason in _REFUSED:
-        value = getattr(config, section, None)
-        if value is not None:
-            value = getattr(value, name, allowed)
+    for place, allowed, reason in _REFUSED:
+        value = functools.reduce(lambda held, part: getattr(held, part, None), place.split("."), config)
         if value not in (None, allowed):
-            place = f"{section}.{name}"
             raise HexiError(f"{place} {value}: {reason}; leave {place} out, or train without --hexi-plan")
     sees, name = has_vision(config.model), type(config.model).__name__
     if getattr(config.model, "is_vision_language", False):

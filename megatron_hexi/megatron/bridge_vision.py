@@ -11,6 +11,7 @@ from megatron_hexi.megatron.bridge_checkpoint import OF_BRIDGE
 from megatron_hexi.megatron.bridge_data import whole_sequences
 from megatron_hexi.megatron.session import active_session, given_plan
 from megatron_hexi.patching import patched
+from megatron_hexi.plan.units import domain_rows
 
 
 def has_vision(model: Any) -> bool:
@@ -36,16 +37,21 @@ def refuse_vision(config: Any) -> None:
             "dataset.enable_in_batch_packing True: positions on three axes are taken for whole sequences "
             "only; give False"
         )
-    dealt = getattr(config.model, "vision_dp_when_cp", False)
-    if dealt or getattr(getattr(config.model, "dist_train", None), "use_dist_train", False):
-        name = "vision_dp_when_cp" if dealt else "dist_train.use_dist_train"
-        raise HexiError(f"model.{name} True: a plan divides images, by patches of its units; give False")
     given = given_plan()
-    if given is not None and given.mesh is not None:
+    assert given is not None, "the job has a plan"
+    if given.plan.has_ministages:
         raise HexiError(
-            f"{given.path}: its stages have layers of their own, and an encoder is none; make a plan with "
-            "planner: {unequal_stages: false} in the cluster file"
+            f"{given.path}: its stages run in ministages, which do not run an encoder; make a plan with "
+            "planner: {ministages: false} in the cluster file"
         )
+    further = len(getattr(config.model.vision_config, "deepstack_visual_indexes", ()))
+    stages, layers = config.model.pipeline_model_parallel_size, config.model.num_layers
+    for row in domain_rows(given.plan, stages=stages, layers=layers):
+        if row.stage == 0 and row.layers is not None and row.layers[1] < further:
+            raise HexiError(
+                f"{given.path}: the first stage of replicas[{row.replica}] has {row.layers[1]} of the "
+                f"{further} layers that add features of images; give it all of them"
+            )
 
 
 @patched(

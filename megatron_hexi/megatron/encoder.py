@@ -28,18 +28,20 @@ class ImageShares:
     """A rank's part in the images of a micro-batch.
 
     Args:
-        grids: pairs of frames, height and width of each image in patches, [I, 3].
+        grids: 1, height and width of each image in patches, [I, 3]; a pair of frames of a video is an image.
         merge: side of the square of patches of which one feature is made.
         own: numbers of the images that the rank encodes.
         features: number of features of all images (F).
-        held: numbers of the features whose rows the rank holds, ascending, [M].
-        exchange: features sent and received; ``None``: each rank encodes all images.
+        before: number of features in samples before those of the rank's domain.
+        held: numbers, behind these, of the features whose rows the rank holds, ascending, [M].
+        exchange: features sent and received; ``None``: each rank encodes all images of its domain's samples.
     """
 
     grids: Tensor
     merge: int
     own: list[int]
     features: int
+    before: int
     held: Tensor
     exchange: FeatureExchange | None
 
@@ -56,13 +58,19 @@ class ImageShares:
         Raises:
             PlanError: images and tokens do not have equally many features.
         """
-        places = seen.cpu().nonzero()[:, 1]
-        features = int(grids.prod(-1).sum()) // merge**2
-        if features != len(places):
+        grids = grids.repeat_interleave(grids[:, 0], 0)
+        grids[:, 0] = 1
+        counts = grids.prod(-1).cpu() // merge**2
+        features, tokens = int(counts.sum()), int(seen.sum())
+        if features != tokens:
             raise PlanError(
-                f"images of a micro-batch have {features} features, and its sequences tokens for "
-                f"{len(places)}; give sequences that hold their images whole"
+                f"images of a micro-batch have {features} features, and its sequences tokens for {tokens}; "
+                "give sequences that hold their images whole"
             )
+        before = int(seen[: session.samples.start or 0].sum())
+        places = seen[session.samples].cpu().nonzero()[:, 1]
+        ends = counts.cumsum(0)
+        images = ((ends > before) & (ends <= before + len(places))).nonzero()[:, 0]
         domain, group = session.domain, session.attention.domain_group
         holder = torch.zeros(session.seq_length, dtype=torch.int64)
         for number, segments in enumerate(held_positions(domain)):
@@ -72,16 +80,11 @@ class ImageShares:
         held = (holders == rank).nonzero()[:, 0].to(seen.device)
         weights = [member.patches for member in domain.members]
         if None in weights:
-            return cls(grids, merge, list(range(len(grids))), features, held, None)
-        grids = grids.repeat_interleave(grids[:, 0], 0)
-        grids[:, 0] = 1
-        patches: list[int] = grids.prod(-1).tolist()
-        owners = deal_images(patches, [weight or 0 for weight in weights])
-        counts = torch.tensor(patches, dtype=torch.int64) // merge**2
-        encoders = torch.tensor(owners, dtype=torch.int64).repeat_interleave(counts)
-        own = [image for image, owner in enumerate(owners) if owner == rank]
-        exchange = FeatureExchange.of(encoders, holders, group, seen.device)
-        return cls(grids, merge, own, features, held, exchange)
+            return cls(grids, merge, images.tolist(), features, before, held, None)
+        owners = deal_images(counts[images].tolist(), [weight or 0 for weight in weights])
+        encoders = torch.tensor(owners, dtype=torch.int64)
+        exchange = FeatureExchange.of(encoders.repeat_interleave(counts[images]), holders, group, seen.device)
+        return cls(grids, merge, images[encoders == rank].tolist(), features, before, held, exchange)
 
     def encode(self, encode: Encode, pixels: Tensor) -> Tensor:
         """Return the features of the rows that the rank holds, [M, H].
@@ -91,8 +94,6 @@ class ImageShares:
         """
         if not self.own:
             rows = encode_nothing(encode, self.merge, pixels)
-        elif self.exchange is None:
-            rows = encode(pixels, self.grids)
         else:
             parts = pixels.split(self.grids.prod(-1).tolist())
             rows = encode(torch.cat([parts[image] for image in self.own]), self.grids[self.own])
@@ -100,7 +101,7 @@ class ImageShares:
 
     def whole(self, rows: Tensor) -> Tensor:
         """Return features of all images, [F, H], which are 0 outside the rank's rows, [M, H]."""
-        return rows.new_zeros(self.features, rows.shape[1]).index_copy(0, self.held, rows)
+        return rows.new_zeros(self.features, rows.shape[1]).index_copy(0, self.before + self.held, rows)
 
 
 def encode_nothing(encode: Encode, merge: int, like: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import IterationCost
-from megatron_hexi.models import Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.units import rank_gpus
@@ -54,14 +53,6 @@ def spell_savings(plan: Plan) -> str:
     if any(len(stage.domains) > 1 for stage in stages):
         words.append("GPUs of a stage take samples of each micro-batch")
     return ", ".join(words)
-
-
-def images_note(plan: Plan, job: Job) -> tuple[str, ...]:
-    """Return a warning if the stages of a job with images have layers of their own; else empty."""
-    if job.images is None or "unequal_stages" not in features_of(plan):
-        return ()
-    flag = spell_flag("unequal_stages", False)
-    return (f"images do not train in stages that have layers of their own yet; for now, plan with {flag}",)
 
 
 def margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:

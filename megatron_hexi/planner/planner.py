@@ -24,7 +24,7 @@ from megatron_hexi.planner.improve import Improvement, best_of_each_kind, first_
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import Progress, noting, order_of
 from megatron_hexi.planner.longest import with_longest_sequence
-from megatron_hexi.planner.notes import gpus_of, images_note, left_out, margin_note, spell_savings, why_saved
+from megatron_hexi.planner.notes import gpus_of, left_out, margin_note, spell_savings, why_saved
 from megatron_hexi.planner.precision import (
     as_quick_in_bf16,
     precision_notes,
@@ -100,7 +100,6 @@ def find_plan(
     notes = (
         *why_saved(best.plan, best.iteration_s, result.unsaved_s),
         *margin_note(planned.cost, request.memory_margin),
-        *images_note(best.plan, asked.job),
         *left_out(best, cluster, [*result.tried, result.best]),
         *precision_notes(asked.job, cluster, machines, fp8_s / best.iteration_s - 1),
     )

@@ -84,6 +84,7 @@ class Job(NamedTuple):
         plan: the plan's name; empty: Bridge alone, which shares out samples.
         fields: further fields of the model, which the reference lacks.
         load: a job from whose checkpoint it goes on, or the reference ``alone``.
+        samples: sequences of a micro-batch; the reference has one.
     """
 
     model: str
@@ -91,6 +92,7 @@ class Job(NamedTuple):
     fields: dict[str, Any] = {}  # noqa: RUF012
     precision: str | None = None
     load: str | None = None
+    samples: int = 1
 
     @property
     def reference(self) -> tuple[str, str | None]:
@@ -116,9 +118,23 @@ JOBS = {
     "vision-units": Job("vision", "even-units", {"sequence_parallel": True, "seq_length": 102}),
     "vision-on": Job("vision", "pipeline", {"pipeline_model_parallel_size": 2}, load="vision"),
     "vision-back": Job("vision", "", load="vision"),
+    "vision-stages": Job("vision", "dealt-stages"),
+    "vision3-stages": Job("vision3", "dealt-stages"),
+    "vision-first-units": Job("vision", "first-units", {"sequence_parallel": True, "seq_length": 102}),
+    "vision-last-units": Job("vision", "last-units", {"sequence_parallel": True, "seq_length": 102}),
+    "vision-samples": Job("vision", "samples", samples=2),
+    "vision3-samples": Job("vision3", "samples", samples=2),
+    "vision-stages-on": Job("vision", "groups", load="vision-first-units"),
+    "vision-stages-back": Job("vision", "", load="vision-first-units"),
+    "vision-stages-there": Job("vision", "dealt-stages", load="alone"),
+    "vision3e-stages": Job("vision3e", "dealt-stages", load="alone"),
     "vision-there": Job("vision", "groups", load="alone"),
     "vision3-on": Job("vision3", "pipeline", {"pipeline_model_parallel_size": 2}, load="vision3"),
     "vision3e-back": Job("vision3e", "", load="vision3e"),
+    "vision-halved": Job("vision", "dealt-stages"),
+    "vision-encoder-stages": Job("vision-encoder", "dealt-stages"),
+    "vision-decoder-stages": Job("vision-decoder", "dealt-stages"),
+    "vision-lora-stages": Job("vision-lora", "dealt-stages"),
     "vision-encoder": Job("vision-encoder", "pipeline", {"pipeline_model_parallel_size": 2}),
     "vision-decoder": Job("vision-decoder", "dealt"),
     "vision-lora": Job("vision-lora", "dealt"),
@@ -163,8 +179,14 @@ class Boxes(Results):
         torch.save((self._losses, weights), self._out / f"{self._name}-{dist.get_rank()}.pt")
 
 
-def model_configuration(out: Path, model: str, precision: str | None, **fields: Any) -> ConfigContainer:
-    """Return a job's configuration, as Bridge's recipes give it."""
+def model_configuration(
+    out: Path, model: str, precision: str | None, imports: bool = True, **fields: Any
+) -> ConfigContainer:
+    """Return a job's configuration, as Bridge's recipes give it.
+
+    Args:
+        imports: whether the job begins with the Hugging Face weights of a model that has some.
+    """
     config = configuration(**SHARED)
     known = {name: getattr(config.model, name) for name in GIVEN}
     given = {"transformer_layer_spec": OWN_LAYERS, "vocab_size": 256}
@@ -174,7 +196,7 @@ def model_configuration(out: Path, model: str, precision: str | None, **fields: 
         config.model = provider(**(known | given | own | fields))
         config.model.register_pre_wrap_hook(fill)
     else:
-        config.model = AutoBridge.from_hf_pretrained(out / kind).to_megatron_provider()
+        config.model = AutoBridge.from_hf_pretrained(out / kind).to_megatron_provider(imports)
         if kind in bridge_vision.KINDS:
             given |= {"transformer_layer_spec": TE_LAYERS} | bridge_vision.FIELDS
         for name, value in (known | given | fields).items():
@@ -192,6 +214,8 @@ def train(train: Any, out: Path, name: str, model: str, config: ConfigContainer,
     watchers: list[Callback] = [Boxes(out, name)]
     if is_whole and not config.checkpoint.load:
         watchers.append(bridge_vision.RoundTrip(out / kind))
+    if name == "vision-halved":
+        watchers.append(bridge_vision.Halved())
     if name in SAVED:
         config.checkpoint.save, config.checkpoint.save_interval = str(out / f"saved-{name}"), ITERATIONS // 2
         config.checkpoint.dist_ckpt_optim_fully_reshardable = True
@@ -235,7 +259,8 @@ def main() -> None:
 
     for name in names:
         job = JOBS[name]
-        config = model_configuration(out, job.model, job.precision, **job.fields)
+        config = model_configuration(out, job.model, job.precision, job.load is None, **job.fields)
+        config.train.micro_batch_size = job.samples
         if job.load:
             checkpoint_utils.read_train_state.cache_clear()
             saved = f"{job.model}-None-alone" if job.load == "alone" else job.load

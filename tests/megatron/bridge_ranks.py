@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -174,6 +175,8 @@ def refusals(plan: Path) -> dict[str, str]:
         ("epochs", "train", "num_epochs", 2),
         ("own", "model", "__class__", OwnModel),
         ("image", "model", "__class__", ImageModel),
+        ("dealt", "model", "vision_dp_when_cp", True),
+        ("apart", "model", "dist_train", SimpleNamespace(use_dist_train=True)),
         ("export", "checkpoint", "also_save_hf_checkpoint", True),
         ("ranks", "train", "micro_batch_size", 1),
     ):

@@ -19,6 +19,8 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from safetensors.torch import load_file
 from torch.nn import functional
 
+from megatron_hexi.megatron.session import active_session
+from megatron_hexi.megatron.stages.stage_checkpoints import stages_active
 from tests.megatron.bridge_ranks import by_size
 
 VISION: dict[str, Any] = {
@@ -129,6 +131,8 @@ class RoundTrip(Callback):
         self._folder = folder
 
     def on_train_start(self, context: CallbackContext) -> None:
+        if stages_active():  # from whose ranks Bridge cannot export
+            return
         exported = AutoBridge.from_hf_pretrained(self._folder).export_hf_weights(
             context.model, cpu=True, show_progress=False
         )
@@ -137,6 +141,17 @@ class RoundTrip(Callback):
         assert found.keys() == true.keys(), sorted(found.keys() ^ true.keys())
         for name, weight in true.items():
             assert torch.equal(found[name], weight), name
+
+
+class Halved(Callback):
+    """Halves the gradients of the encoder on the first rank of the second replica."""
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        session = active_session()
+        assert session is not None
+        for name, parameter in context.model[0].named_parameters():
+            if "visual." in name and session.replica:
+                parameter.register_hook(lambda gradient: gradient / 2)
 
 
 def _hold(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:

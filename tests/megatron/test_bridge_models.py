@@ -51,6 +51,54 @@ PLANS = {
   stages:
   - domains: [{ranks: [3], patches: 1}]
 """,
+    "dealt-stages": """\
+- micro_batches: 3
+  stages:
+  - layers: [0, 2]
+    domains:
+    - groups:
+      - segments: [[0, 101]]
+        members:
+        - {ranks: [0], tokens: 71, heads: [0, 3], patches: 2}
+        - {ranks: [1], tokens: 30, heads: [3, 4], patches: 1}
+  - {layers: [2, 4], domains: [{ranks: [3]}]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 4], domains: [{ranks: [2], patches: 1}]}
+""",
+    "samples": """\
+- micro_batches: 2
+  stages:
+  - layers: [0, 3]
+    domains:
+    - samples: 1
+      groups:
+      - segments: [[0, 101]]
+        members:
+        - {ranks: [0], tokens: 71, heads: [0, 3], patches: 1}
+        - {ranks: [1], tokens: 30, heads: [3, 4], patches: 2}
+    - {ranks: [2], samples: 1}
+  - {layers: [3, 4], domains: [{ranks: [3]}]}
+job: {micro_batch_size: 2}
+""",
+    "first-units": """\
+- micro_batches: 3
+  stages:
+  - {layers: [0, 3], domains: [{ranks: [0, 1]}]}
+  - {layers: [3, 4], domains: [{ranks: [2]}]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 4], domains: [{ranks: [3]}]}
+""",
+    "last-units": """\
+- micro_batches: 3
+  stages:
+  - {layers: [0, 1], domains: [{ranks: [0]}]}
+  - {layers: [1, 4], domains: [{ranks: [2, 3]}]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 4], domains: [{ranks: [1]}]}
+""",
     "units": """\
 - stages:
   - domains:
@@ -80,14 +128,19 @@ PLANS = {
   - {layers: [0, 4], domains: [{ranks: [1]}]}
 """,
 }
+#: Tokens of a plan's sequence, where not 101.
+LENGTHS = dict.fromkeys(("even-units", "first-units", "last-units"), 102)
 SCRIPT = Path(__file__).parent / "bridge_models.py"
 #: The job of the default suite, and those that are trained on request.
-JOBS = ["experts-te", "vision", "vision-on", "vision-back"]
+JOBS = ["experts-te", "vision", "vision-on", "vision-back", "vision-stages"]
 FURTHER = [
     *("experts", "latent", "qwen3", "dense-bf16", "latent-te", "qwen3-units", "qwen3-groups"),
     *("vision-pipeline", "vision-units", "vision3", "vision3-pipeline", "vision3e"),
-    *("vision-there", "vision3-on", "vision3e-back"),
-    *("vision-encoder", "vision-decoder", "vision-lora", "vision3-lora"),
+    *("vision-stages-there", "vision-encoder-stages", "vision-decoder-stages", "vision-lora-stages"),
+    *("vision3-stages", "vision-first-units", "vision-last-units", "vision-samples", "vision3-samples"),
+    *("vision-stages-on", "vision-stages-back"),
+    *("vision-there", "vision3-on", "vision3e-back", "vision3e-stages"),
+    *("vision-encoder", "vision-decoder", "vision-lora", "vision3-lora", "vision-halved"),
 ]
 #: Norms of Transformer Engine's and of Megatron's own layers that have two names.
 NORMS = (
@@ -104,7 +157,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("models")
     for plan, replicas in PLANS.items():
         for model, workload in WORKLOADS.items():
-            header = HEADER.format(workload, 102 if plan == "even-units" else 101)
+            header = HEADER.format(workload, LENGTHS.get(plan, 101))
             (folder / f"{plan}-{model}.yaml").write_text(header + replicas)
     done: set[str] = set()
 
@@ -159,7 +212,10 @@ def slices(cell: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
 #: Jobs with a reference of their own; that of others is named as their first word.
 ALONE = ("vision-encoder", "vision-decoder", "vision-lora", "vision3-lora")
 #: Jobs that go on from a checkpoint of five iterations.
-GO_ON = ("vision-on", "vision-back", "vision-there", "vision3-on", "vision3e-back")
+GO_ON = (
+    *("vision-on", "vision-back", "vision-there", "vision3-on", "vision3e-back", "vision3e-stages"),
+    *("vision-stages-on", "vision-stages-back", "vision-stages-there"),
+)
 
 
 @pytest.mark.parametrize(
@@ -167,13 +223,13 @@ GO_ON = ("vision-on", "vision-back", "vision-there", "vision3-on", "vision3e-bac
     [
         pytest.param(job, marks=pytest.mark.slow if job in FURTHER else [])
         for job in JOBS + FURTHER
-        if job != "dense-bf16"
+        if job not in ("dense-bf16", "vision-halved")
     ],
 )
 def test_losses_and_weights_are_those_of_one_rank(job: str, trained: Callable[[str], Path]):
     folder = trained(job)
     losses, weights = read(folder, job)
-    reference = job if job in ALONE else job.partition("-")[0]
+    reference = next((one for one in ALONE if job.startswith(one)), job.partition("-")[0])
     true_losses, true_weights = read(folder, f"{reference}-None-alone")
     expected = true_losses[5:10] if job in GO_ON else true_losses
     assert len(true_losses) == 10 + 1  # one of validation
@@ -183,6 +239,15 @@ def test_losses_and_weights_are_those_of_one_rank(job: str, trained: Callable[[s
     for (name, cell), weight in weights.items():
         # Adam divides by the size of gradients, however small.
         torch.testing.assert_close(weight, true[name][slices(cell)], rtol=0, atol=5e-5)
+
+
+@pytest.mark.slow
+def test_halved_gradients_of_one_replicas_encoder_show(trained: Callable[[str], Path]):
+    folder = trained("vision-halved")
+    found, true = (whole(read(folder, job)[1]) for job in ("vision-halved", "vision-None-alone"))
+    assert (
+        found["visual.patch_embed.proj.weight"] - true["visual.patch_embed.proj.weight"]
+    ).abs().max() > 5e-5
 
 
 @pytest.mark.slow

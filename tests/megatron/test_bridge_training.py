@@ -173,6 +173,11 @@ def test_a_planted_fault_shows_in_the_first_loss(results: Results):
         ("epochs", "train.num_epochs 2: a plan's batches are counted in iterations; leave train.num_epochs"),
         ("own", "model OwnModel: builds a model of its own, and a plan carries out that of GPTModelProvider"),
         ("image", "model ImageModel: its tokens of an image attend to later ones of it, which a plan's"),
+        (
+            "dealt",
+            "model.vision_dp_when_cp True: a plan divides images, by patches of its units; leave model.",
+        ),
+        ("apart", "model.dist_train.use_dist_train True: a plan divides images"),
         ("export", "checkpoint.also_save_hf_checkpoint True: its export gathers weights by Bridge's groups"),
         ("ranks", "need 4 ranks, but the job has 1; start 4 ranks or use another plan"),
         ("record", "--hexi-record: needs Megatron-LM's loop; leave it out"),

@@ -30,7 +30,7 @@ def held_boxes(module: torch.nn.Module) -> list[HeldBox]:
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     }
-    depths = _depths(module)
+    depth_of = depths(module)
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "chained_optim_avoid_prefix": True,
@@ -53,7 +53,7 @@ def held_boxes(module: torch.nn.Module) -> list[HeldBox]:
             )
             strides = (0,) * tensor.prepend_axis_num + tuple(tensor.data.stride())
             offset = tensor.data.storage_offset() - parameter.storage_offset()
-            box = Box(tensor.key, cell, tuple(tensor.global_shape), depths[name])
+            box = Box(tensor.key, cell, tuple(tensor.global_shape), depth_of.get(parameter, 0))
             boxes.append(HeldBox(box, parameter, strides, offset))
             elements[name] += tensor.data.numel()
     for name, parameter in by_storage.values():
@@ -65,23 +65,28 @@ def held_boxes(module: torch.nn.Module) -> list[HeldBox]:
     return boxes
 
 
-def _depths(module: torch.nn.Module) -> dict[str, int]:
-    """Return when the forward pass uses each parameter: 0 before the layers, then the layer's number.
+def depths(module: torch.nn.Module) -> dict[torch.nn.Parameter, int]:
+    """Return when the forward pass uses parameters: 0 before the layers, then the layer's number.
 
     Heads that predict further tokens come behind all layers, though Megatron numbers them from 1 again.
+    Parameters of an encoder of images, which come before the decoder's layers, are left out.
     """
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    decoder = next((part for part in module.modules() if isinstance(part, LanguageModule)), module)
     layers = {
         f"{name}.": layer.layer_number
-        for name, layer in module.named_modules()
+        for name, layer in decoder.named_modules()
         if isinstance(getattr(layer, "layer_number", None), int)
         and name.rpartition(".")[2].isdigit()
         and ".mtp." not in f".{name}"
     }
     behind = max(layers.values(), default=0) + 1
-    depths: dict[str, int] = {}
+    found: dict[torch.nn.Parameter, int] = {}
     seen_layers = False
-    for name, _ in module.named_parameters():
+    for name, parameter in decoder.named_parameters():
         layer = next((number for prefix, number in layers.items() if name.startswith(prefix)), None)
         seen_layers = seen_layers or layer is not None
-        depths[name] = layer if layer is not None else behind if seen_layers or "embedding" not in name else 0
-    return depths
+        outside = behind if seen_layers or "embedding" not in name else 0
+        found[parameter] = outside if layer is None else layer
+    return found

@@ -15,6 +15,7 @@ import torch
 from torch.nn import Parameter
 
 from megatron_hexi.megatron.session import Session, active_session
+from megatron_hexi.megatron.stages.stage_checkpoints import attributes
 from megatron_hexi.mesh import MinistageId
 from megatron_hexi.patching import patched
 from megatron_hexi.plan.units import Unit
@@ -89,38 +90,17 @@ class StageSlices:
                 shared = model.shared_embedding_or_output_weight()
                 model.shared_embedding_or_output_weight = lambda: shared
                 stack.callback(delattr, model, "shared_embedding_or_output_weight")
-            stack.enter_context(
-                _replaced(model, pre_process=first, post_process=last, mtp_process=model.mtp_process and last)
-            )
-            stack.enter_context(
-                _replaced(
-                    decoder,
-                    layers=self._layers[number],
-                    num_layers_per_pipeline_rank=len(self._layers[number]),
-                    pre_process=first,
-                    post_process=last,
-                )
-            )
+            ends, layers = {"pre_process": first, "post_process": last}, self._layers[number]
+            stack.enter_context(attributes(model, **ends, mtp_process=model.mtp_process and last))
+            stack.enter_context(attributes(decoder, **ends, layers=layers))
+            stack.enter_context(attributes(decoder, num_layers_per_pipeline_rank=len(layers)))
             if not last and not model.config.is_hybrid_model:  # where no `post_process` means no last norm
-                stack.enter_context(_replaced(decoder, final_layernorm=None))
+                stack.enter_context(attributes(decoder, final_layernorm=None))
             yield
 
     def used_before(self, number: int) -> frozenset[Parameter]:
         """Return parameters that earlier ministages use too: their backward pass completes the gradients."""
         return frozenset(p for p, numbers in self._uses.items() if min(numbers) < number)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Give an object other attributes inside a context."""
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 def layer_numbers(session: Session | None) -> list[int] | None:

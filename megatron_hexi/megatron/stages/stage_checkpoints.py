@@ -169,11 +169,13 @@ def as_chain(sizes: Any, **others: Any) -> Iterator[None]:
 def attributes(holder: Any, **values: Any) -> Iterator[None]:
     """Set attributes of an object within the context."""
     own = {name: getattr(holder, name) for name in values}
-    vars(holder).update(values)
+    for name, value in values.items():
+        setattr(holder, name, value)
     try:
         yield
     finally:
-        vars(holder).update(own)
+        for name, value in own.items():
+            setattr(holder, name, value)
 
 
 @patched(

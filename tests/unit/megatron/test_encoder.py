@@ -28,12 +28,21 @@ DOMAIN = Domain(
 GRIDS = [[[1, 4, 4], [2, 2, 4]], [[1, 2, 2]], [], [[1, 6, 4], [1, 2, 4]]]
 
 
-def images_of(rank: int, domain: Domain, grids: list[Any], monkeypatch: pytest.MonkeyPatch) -> ImageShares:
+def images_of(
+    rank: int,
+    domain: Domain,
+    grids: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    samples: slice = slice(None),
+) -> ImageShares:
     for module in (encoder, feature_exchange):
         monkeypatch.setattr(module.dist, "get_rank", lambda group: rank)
         monkeypatch.setattr(module.dist, "get_world_size", lambda group: len(domain.members))
     session: Any = SimpleNamespace(
-        domain=domain, attention=SimpleNamespace(domain_group=None), seq_length=LENGTH
+        domain=domain,
+        attention=SimpleNamespace(domain_group=None),
+        seq_length=LENGTH,
+        samples=samples,
     )
     return ImageShares.of(
         session, torch.tensor([*itertools.chain(*grids)], dtype=torch.int64).view(-1, 3), MERGE, seen(grids)
@@ -98,6 +107,22 @@ def holder(place: int) -> int:
 
 
 def test_images_that_texts_do_not_hold_are_refused(monkeypatch: pytest.MonkeyPatch):
-    session: Any = SimpleNamespace(domain=DOMAIN, attention=None, seq_length=LENGTH)
+    session: Any = SimpleNamespace(domain=DOMAIN, attention=None, seq_length=LENGTH, samples=slice(None))
     with pytest.raises(PlanError, match="have 4 features, and its sequences tokens for 1; give sequences"):
         ImageShares.of(session, torch.tensor([[1, 4, 4]]), MERGE, seen([[[1, 2, 2]]]))
+
+
+@pytest.mark.parametrize("patches", [None, 1])
+@pytest.mark.parametrize("first", range(5))
+def test_domains_with_samples_of_their_own_encode_the_images_of_these(
+    first: int, patches: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    domain = Domain((Group(((0, LENGTH),), (Member((0,), LENGTH, (0, 2), patches=patches),)),))
+    taken = slice(first, first + 2)
+    own = images_of(0, domain, GRIDS, monkeypatch, taken)
+    sizes = torch.tensor([*itertools.chain(*GRIDS)])
+    pixels = torch.randn(int(sizes.prod(-1).sum()), 1)
+    true, rows = encode(pixels, sizes), seen(GRIDS).nonzero()[:, 0]
+    true[(rows < taken.start) | (rows >= taken.stop)] = 0
+    monkeypatch.setattr(feature_exchange.FeatureExchange, "__call__", lambda self, rows: rows)
+    torch.testing.assert_close(own.whole(own.encode(encode, pixels)), true)
