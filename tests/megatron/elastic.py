@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from megatron_hexi.elastic.channel import SECRET_VARIABLE
 from megatron_hexi.elastic.copies import CopyBoard
 from megatron_hexi.elastic.launcher.job_store import keep_store
+from megatron_hexi.elastic.store import DECISION, read_present
 from megatron_hexi.lab.testbed.job import free_port
 from tests.megatron.launch import environment, read_metrics
 from tests.support.clocks import Clock
@@ -111,9 +113,11 @@ class ElasticJob:
 
     def rank_or_none(self, name: str) -> psutil.Process | None:
         """The process of a node's first rank; ``None`` between two rounds."""
-        agent = psutil.Process(self.agents[name].pid)
-        servers = [child for child in agent.children() if "forkserver" in " ".join(child.cmdline())]
-        return next((child for server in servers for child in server.children()), None)
+        with contextlib.suppress(psutil.NoSuchProcess):  # one of them has just ended
+            agent = psutil.Process(self.agents[name].pid)
+            servers = [child for child in agent.children() if "forkserver" in " ".join(child.cmdline())]
+            return next((child for server in servers for child in server.children()), None)
+        return None
 
     def kill(self, name: str) -> None:
         """End a node with all that runs there, as the loss of its power does."""
@@ -165,9 +169,29 @@ class ElasticJob:
             return 0
         return CopyBoard(store, store.get("copies/round").decode()).safe() or 0
 
-    def folders_in_memory(self) -> int:
-        """How many nodes have copies."""
-        return len(list(self._memory.iterdir()))
+    def decisions(self) -> list[dict[str, Any]]:
+        """Of rank 0 for the present round, and for those before it whose copies were loaded, in their order.
+
+        Each has the nodes, the plan, the places of its ranks, and the copy that was loaded.
+        """
+        found: list[dict[str, Any]] = []
+        name = read_present(dist.PrefixStore("hexi.hexi", self._store)).round
+        while name:
+            found.insert(0, json.loads(dist.PrefixStore(name, self._store).get(DECISION)))
+            name = (found[0]["copy"] or {}).get("name", "")
+        return found
+
+    def moved(self) -> list[tuple[float, float]]:
+        """MB that came from other nodes to load each round's copy, and the least that had to."""
+        pattern = r"iteration (\d+) begins .*; ([\d.]+) MB of the state came from other nodes, of ([\d.]+) MB"
+        lines = sorted(
+            (int(begin), float(came), float(least)) for begin, came, least in re.findall(pattern, self.said())
+        )
+        return [(came, least) for _, came, least in lines]
+
+    def folders_in_memory(self) -> list[Path]:
+        """The folders for copies of all nodes, those that were killed included until another one starts."""
+        return list(self._memory.iterdir())
 
     def _log(self, name: str) -> Path:
         return self._folder / f"node-{name}.log"

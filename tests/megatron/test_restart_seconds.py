@@ -6,9 +6,11 @@ import os
 import signal
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.megatron.elastic import ElasticJob
@@ -19,36 +21,40 @@ from tests.megatron.test_uneven_training import one_domain
 THREE = one_domain((43, (0, 2)), (42, (2, 4)), (42, (4, 6)))
 NODES = dict.fromkeys(("n0", "n1", "n2"), 1.0)
 KILLS = 5
-#: The ends of the steps, each by the first line of a log that shows it.
-STEPS = {
-    "others end": "lost rank",
-    "ranks start": "",
-    "planned": r"elastic: round \d+:",
-    "loaded": "begins with sample",
-    "next iteration": "has finished",
-}
+#: The ends of later steps, each by the first line of a log that shows it.
+LINES = {"planned": r"elastic: round \d+:", "loaded": "begins with sample", "next iteration": "has finished"}
+#: Said by a round that ends in order for a node.
+TAKEN_IN = "starts again with a node that has come"
 
 
 def steps_after(job: ElasticJob, survivor: str, kill: float) -> dict[str, float]:
     """The seconds from a kill to the end of each step; the loss has just happened."""
-    seen = {step: len(job.told(words)) for step, words in STEPS.items() if words}
     ends: dict[str, float] = {}
-    before = job.rank(survivor).pid
-    while len(ends) < len(STEPS):
-        assert time.time() - kill < 240, job.said()[-4000:]
-        now = time.time() - kill
-        for step, pattern in STEPS.items():
-            if step in ends:
-                continue
-            if pattern:
-                if len(job.told(pattern)) > seen[step]:
-                    ends[step] = now
-            else:
-                started = job.rank_or_none(survivor)
-                if started is not None and started.pid != before:
-                    ends[step] = started.create_time() - kill
-        time.sleep(0.02)
+    before = job.rank(survivor)
+
+    def wait(step: str, until: Callable[[], bool]) -> None:
+        while not until():
+            assert time.time() - kill < 240, (step, job.said()[-4000:])
+            time.sleep(0.02)
+        ends[step] = time.time() - kill
+
+    wait("others end", partial(has_ended, before))
+    wait("ranks start", lambda: (rank := job.rank_or_none(survivor)) is not None and rank != before)
+    seen = {step: len(job.told(line)) for step, line in LINES.items()}
+    for step, line in LINES.items():
+        wait(step, partial(told_more, job, line, seen[step]))
     return ends
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def told_more(job: ElasticJob, line: str, than: int) -> bool:
+    return len(job.told(line)) > than
 
 
 def copied_after(job: ElasticJob, iteration: int) -> bool:
@@ -63,9 +69,9 @@ def wait_for_save(folder: Path) -> None:
         time.sleep(0.002)
 
 
-def wait_for_fork(job: ElasticJob, name: str, before: int) -> None:
-    """Wait until the first rank of a node is that of another round."""
-    job.wait(lambda: (rank := job.rank_or_none(name)) is not None and rank.pid != before)
+def wait_for_forks(job: ElasticJob, before: set[psutil.Process]) -> float:
+    """Wait until the ranks of all nodes are those of another round; says how long it took, in seconds."""
+    return job.wait(lambda: not {None, *before} & {job.rank_or_none(name) for name in NODES})
 
 
 @pytest.mark.slow
@@ -85,9 +91,10 @@ def test_seconds_of_each_step_of_a_restart(tmp_path: Path, kind: str) -> None:
                 job.kill("n1")
                 job.wait(lambda: "2 ranks" in job.rounds()[-1])
                 job.wait(partial(more_lines, job, job.lines() + 2))
-                before = job.rank("n2").pid
+                before, ends = {job.rank("n0"), job.rank("n2")}, len(job.told(TAKEN_IN))
                 job.start("n1")
-                wait_for_fork(job, "n2", before)
+                job.wait(partial(told_more, job, TAKEN_IN, ends))
+                assert wait_for_forks(job, before) < 3  # it has imported Megatron before
             if kind == "save":
                 wait_for_save(tmp_path)
             struck = "n2" if kind == "swap" else "n1"
@@ -102,6 +109,6 @@ def test_seconds_of_each_step_of_a_restart(tmp_path: Path, kind: str) -> None:
             if kind == "node":
                 job.start(struck)
             job.wait(lambda: "3 ranks" in job.rounds()[-1])
-    for step in STEPS:
+    for step in rows[0]:
         seconds = [row[step] for row in rows]
         print(f"{kind}: {step}: median {statistics.median(seconds):.1f} s, worst {max(seconds):.1f} s")

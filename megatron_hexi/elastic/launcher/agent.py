@@ -202,14 +202,14 @@ def run_agent(launch: AgentSettings) -> int:
     os.environ[WORDS_VARIABLE] = json.dumps(launch.words)
     os.environ["HEXI_AGENT"] = str(os.getpid())
     multiprocessing.set_forkserver_preload(["megatron_hexi.elastic.launcher.ranks"])
-    if launch.start_method == "forkserver":
-        from multiprocessing import forkserver
-
-        forkserver.ensure_running()  # imports while nodes meet
     try:
         store, store_port, clock, keeps_store = _reach_store(launch)
     except (OSError, dist.DistError):
         return _end(f"no store at {launch.host}:{launch.port}; is a node or --keep-store running there?", 1)
+    if launch.start_method == "forkserver":  # nodes that train would wait for its imports
+        forked = multiprocessing.get_context("forkserver").Process(target=int)
+        forked.start()
+        forked.join()
     try:
         job = dist.PrefixStore(f"hexi.{launch.job}", store)
         with contextlib.ExitStack() as stack:
