@@ -102,7 +102,7 @@ def exposed_seconds(
         if way is not None:
             behind = layers / chunks * cover(way)
             whole = seconds - (1 + (chunks - 1) * depth) * behind
-            seconds = np.maximum(np.maximum(seconds / layers, seconds / chunks - behind), whole)
+            seconds = np.maximum(np.maximum(seconds / max(layers, 1), seconds / chunks - behind), whole)
         exposed = exposed + seconds
     return exposed
 

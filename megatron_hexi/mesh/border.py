@@ -150,9 +150,9 @@ def row_messages(sources: Sequence[HeldRows], targets: Sequence[HeldRows]) -> tu
     for turn, target in enumerate(targets):
         for samples in _cut(target.samples, cuts):
             if samples not in holders:
-                holders[samples] = _HolderIndex(
-                    [source for source in sources if _contains(source.samples, samples)]
-                )
+                first, stop = samples
+                held = [one for one in sources if one.samples[0] <= first and stop <= one.samples[1]]
+                holders[samples] = _HolderIndex(held)
             by_holders: dict[tuple[int, ...], list[Range]] = {}
             for span in target.positions:
                 for owners, part in holders[samples].by_holders(span):
@@ -199,7 +199,3 @@ def _cut(span: Range, ends: Sequence[int]) -> Iterator[Range]:
     """Cut a range at those of the ascending `ends` that lie inside it, and return the parts."""
     inside = ends[bisect_right(ends, span[0]) : bisect_left(ends, span[1])]
     return (part for part in itertools.pairwise((span[0], *inside, span[1])) if part[0] < part[1])
-
-
-def _contains(outer: Range, inner: Range) -> bool:
-    return outer[0] <= inner[0] and inner[1] <= outer[1]

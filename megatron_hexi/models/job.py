@@ -253,8 +253,8 @@ class Job:
 
     @property
     def first_layers(self) -> int:
-        """Least number of layers of a first stage: 1, or those that add further features of images."""
-        return max(1, 0 if self.images is None or self.model.vision is None else self.model.vision.deepstack)
+        """Least number of layers of a first stage: 1, or with images those that add further features."""
+        return 1 if self.images is None or self.model.vision is None else self.model.vision.deepstack
 
     @property
     def encoder_params(self) -> int:

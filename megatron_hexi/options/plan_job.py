@@ -61,7 +61,7 @@ def hold_job(args: Namespace, given: set[str], plan: Plan) -> Held:
     replaced = replace_options(args, kind_of(plan))
     refuse_unsupported(args, kind_of(plan))
     check_precision(args, plan)
-    refuse_patches(args, plan)
+    refuse_images(args, plan)
     if plan.is_repeated:
         require_repeated(plan, "train by")
     else:
@@ -90,13 +90,15 @@ def check_precision(args: Namespace, plan: Plan) -> None:
         )
 
 
-def refuse_patches(args: Namespace, plan: Plan) -> None:
-    """Refuse a plan that divides images in a job that has none."""
-    stated = [member for member in plan.members if member.patches is not None]
+def refuse_images(args: Namespace, plan: Plan) -> None:
+    """Refuse a plan that divides images, or has a stage for them alone, in a job that has none."""
+    units = ((stage.layers, member) for stage in plan.stages for member in stage.members)
+    stated = [one for layers, one in units if one.patches is not None or layers == (0, 0)]
     if stated and not getattr(args, "hexi_images", False):
+        what = "layers: [0, 0]" if (patches := stated[0].patches) is None else f"patches: {patches}"
         raise PlanError(
-            f"{args.hexi_plan}: ranks {list(stated[0].ranks)} have patches: {stated[0].patches}, and the job "
-            "encodes no images that it could divide; leave patches out of the plan"
+            f"{args.hexi_plan}: ranks {list(stated[0].ranks)} have {what}, and the job encodes no images; "
+            "make a plan without images"
         )
 
 

@@ -109,7 +109,8 @@ def _check_layers(plan: Plan, replica: Replica, place: PlanPlace) -> None:
         start, stop = stage.layers
         if start != reached:
             here.refuse(f"begins at layer {start}", f"begin at {reached}, where the stage before ends")
-        if stop <= start or stop > total:
+        has_layers = s > 0 or len(stages) == 1  # a first stage of several may encode images alone
+        if not start + has_layers <= stop <= total:
             here.refuse(f"ends at layer {stop}", f"end it after {start}, and at {total} at most")
         if Again.of(stage.recompute).first > stop - start:
             place(s, "recompute").refuse(

@@ -163,8 +163,9 @@ class Stage(Strict):
 
     Args:
         domains: domains of the stage, which divide the samples or the micro-batches.
-        layers: range of transformer layers of the stage. Left out for a repeated stage: the only one of its
-            replica in the plan, which each pipeline stage of the job repeats on the next ranks.
+        layers: range of transformer layers of the stage; the first of several may have none, ``[0, 0]``, and
+            encode images alone. Left out for a repeated stage: the only one of its replica in the plan, which
+            each pipeline stage of the job repeats on the next ranks.
         recompute: activations that the backward pass recomputes; left out: the job's setting.
         exchange: settings of the exchange of keys and values; left out: the plan's settings.
         ministages: number of ministages in which the stage runs, or number of layers of each; `layers` then

@@ -122,6 +122,7 @@ JOBS = {
     "vision3-stages": Job("vision3", "dealt-stages"),
     "vision-first-units": Job("vision", "first-units", {"sequence_parallel": True, "seq_length": 102}),
     "vision-last-units": Job("vision", "last-units", {"sequence_parallel": True, "seq_length": 102}),
+    "vision-apart": Job("vision", "apart"),
     "vision-samples": Job("vision", "samples", samples=2),
     "vision3-samples": Job("vision3", "samples", samples=2),
     "vision-stages-on": Job("vision", "groups", load="vision-first-units"),

@@ -66,6 +66,21 @@ PLANS = {
   stages:
   - {layers: [0, 4], domains: [{ranks: [2], patches: 1}]}
 """,
+    "apart": """\
+- micro_batches: 3
+  stages:
+  - layers: [0, 0]
+    domains:
+    - groups:
+      - segments: [[0, 101]]
+        members:
+        - {ranks: [0], tokens: 71, heads: [0, 3], patches: 2}
+        - {ranks: [1], tokens: 30, heads: [3, 4], patches: 1}
+  - {layers: [0, 4], domains: [{ranks: [3]}]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 4], domains: [{ranks: [2], patches: 1}]}
+""",
     "samples": """\
 - micro_batches: 2
   stages:
@@ -137,9 +152,9 @@ FURTHER = [
     *("experts", "latent", "qwen3", "dense-bf16", "latent-te", "qwen3-units", "qwen3-groups"),
     *("vision-pipeline", "vision-units", "vision3", "vision3-pipeline", "vision3e"),
     *("vision-stages-there", "vision-encoder-stages", "vision-decoder-stages", "vision-lora-stages"),
-    *("vision3-stages", "vision-first-units", "vision-last-units", "vision-samples", "vision3-samples"),
-    *("vision-stages-on", "vision-stages-back"),
-    *("vision-there", "vision3-on", "vision3e-back", "vision3e-stages"),
+    *("vision-first-units", "vision-last-units", "vision-samples", "vision3-samples", "vision-apart"),
+    *("vision-stages-on", "vision-stages-back", "vision3-stages", "vision3e-stages"),
+    *("vision-there", "vision3-on", "vision3e-back"),
     *("vision-encoder", "vision-decoder", "vision-lora", "vision3-lora", "vision-halved"),
 ]
 #: Norms of Transformer Engine's and of Megatron's own layers that have two names.

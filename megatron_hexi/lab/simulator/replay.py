@@ -167,7 +167,7 @@ def replay_layers(
         for section in sections
         for count in section.by_domain(section.parts.of_kinds(section.job.model)[kind].layers)
         if count
-    ]
+    ] or [1]
     job = sections[0].job
     if layers is None:
         messages = sum(work.layer.messages("core_attn" in job.again) for work in works)

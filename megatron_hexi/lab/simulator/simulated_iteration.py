@@ -119,7 +119,9 @@ def _meetings(timing: Timing) -> Iterator[tuple[int, list[int]]]:
 
 
 def _has_kind(section: Section, kind: int) -> bool:
-    return bool(np.any(section.parts.of_kinds(section.job.model)[kind].layers))
+    parts, model = section.parts, section.job.model
+    # Of a stage that encodes images alone a layer is replayed, and counts for none.
+    return bool(np.any(parts.of_kinds(model)[kind].layers)) or (kind == 0 and not np.any(parts.layers))
 
 
 def _ranks(

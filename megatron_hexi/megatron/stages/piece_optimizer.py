@@ -54,10 +54,6 @@ class _OwnedSlab:
     main: Parameter
 
 
-def _owned_slabs(buffers: PieceBuffers) -> list[_OwnedSlab]:
-    return [_owned(buffer, slab, buffers.host) for buffer, slab in buffers.owned()]
-
-
 def _owned(buffer: BucketBuffer, slab: Slab, host: HostMemory) -> _OwnedSlab:
     shape = [stop - start for start, stop in slab.cell]
     span = slice(slab.start - buffer.own_run.start, slab.stop - buffer.own_run.start)
@@ -310,7 +306,7 @@ def _make_optimizer(config: Any, chunk: Any, overrides: Any, world: Any) -> Piec
     groups = megatron_optimizer._get_param_groups([chunk], config, overrides)
     group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
     buffers: PieceBuffers = chunk.pieces
-    owned = _owned_slabs(buffers)
+    owned = [_owned(buffer, slab, buffers.host) for buffer, slab in buffers.owned()]
     chunk.owned_weights = [part.main for part in owned]
     own: list[list[Parameter]] = [[] for _ in groups]
     for part in owned:

@@ -43,7 +43,7 @@ def layer_moves(base: Candidate) -> Iterator[Move]:
             one, other = replica.stages[place : place + 2]
             cuts, other_cuts = one.ministage_count, other.ministage_count
             for moved in (middle + way * count for count in steps for way in (-1, 1)):
-                least_layers = max(cuts or 1, base.job.first_layers if place == 0 else 1)
+                least_layers = cuts or (base.job.first_layers if place == 0 else 1)
                 if first + least_layers <= moved <= last - (other_cuts or 1):
                     changed = {
                         (number, place): replace(one, layers=(first, moved), ministages=cuts),

@@ -20,7 +20,7 @@ from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.models import Images, read_model
 from megatron_hexi.models.vision import Vision
-from megatron_hexi.plan import Plan
+from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage
 from megatron_hexi.plan.proportion import proportional_plan
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.published_vision import VISION
@@ -29,10 +29,8 @@ RATE = 1e12
 CURVE = Curve((1.0,), (RATE / 1e12,), "test")
 #: Memory takes no time, and all products run at one rate: seconds are FLOPs.
 COUNTING = Speeds(CURVE, CURVE, PassCurves(CURVE, CURVE), PassCurves(CURVE, CURVE), memory=1e30)
-MODEL = replace(
-    TINY,
-    vision=Vision(layers=3, hidden_size=256, heads=2, ffn_hidden_size=512, patch_values=192, deepstack=1),
-)
+ENCODER = Vision(layers=3, hidden_size=256, heads=2, ffn_hidden_size=512, patch_values=192, deepstack=1)
+MODEL = replace(TINY, vision=ENCODER)
 IMAGES = Images(per_sequence=8, patches=64)
 JOB = tiny_job(model=MODEL, seq_length=4096, global_batch_size=4, images=IMAGES)
 TEXT = replace(JOB, images=None)
@@ -131,6 +129,27 @@ def test_the_simulator_encodes_as_long():
         text.phases.total - text.phases.optimizer - text.phases.gradients + added
     )
     assert "encoder" not in text.ranks[0].busy
+
+
+def test_a_first_stage_may_encode_alone():
+    def stage(rank: int, *layers: int) -> Stage:
+        whole = Member((rank,), JOB.seq_length, (0, MODEL.heads))
+        return Stage((Domain((Group(((0, JOB.seq_length),), (whole,)),)),), layers=(layers[0], layers[1]))
+
+    stages = stage(0, 0, 0), stage(1, 0, MODEL.layers)
+    plan = replace(PLAN, workload=JOB.workload(), replicas=(Replica(stages, 4),))
+    job = replace(JOB, model=replace(MODEL, vision=replace(ENCODER, deepstack=0)))
+    timing = CostModel(job, MACHINES).timing(plan)
+    encoding, memory = timing.stages[0], timing.memory[0]
+    seconds = sum(phases.total for phases in encoding.encoded(0))
+    assert timing.pipelines[0].stage_phases[0].total == pytest.approx(seconds)
+    assert memory["activations"] == memory["attention"] == 0 < memory["encoder"]
+    found = simulate(plan, job, MACHINES)
+    assert found.phases.total == pytest.approx(timing.phases.total)
+    assert {name for name, busy in found.ranks[0].busy.items() if busy} == {"encoder", "optimizer"}
+    for refused in (JOB, TEXT):
+        with pytest.raises(PlanError, match=r"the plan has \[0, 0\], but the job needs 1 there; give"):
+            CostModel(refused, MACHINES).timing(plan)
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,17 @@ def test_a_plan_that_divides_images_is_for_a_loop_that_encodes_them(tmp_path: Pa
     plan = tmp_path / "plan.yaml"
     plan.write_text(text.replace("- ranks: [3]", "- {ranks: [3], patches: 2}"))
     hold(dataclasses.replace(job(), images=True), plan)
-    with pytest.raises(HexiError, match=r"ranks \[3\] have patches: 2, and the job encodes no images that"):
+    with pytest.raises(HexiError, match=r"ranks \[3\] have patches: 2, and the job encodes no images; make"):
         hold(job(), plan)
+
+
+def test_a_stage_without_layers_is_for_a_job_that_encodes_images(tmp_path: Path):
+    head, _, _ = (REPOSITORY / "examples" / "own_loop.yaml").read_text().partition("\nreplicas:")
+    stages = "[{layers: [0, 0], domains: [{ranks: [0]}]}, {layers: [0, 2], domains: [{ranks: [1]}]}]"
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(f"{head}\nreplicas:\n- stages: {stages}\n")
+    with pytest.raises(HexiError, match=r"ranks \[0\] have layers: \[0, 0\], and the job encodes no images"):
+        hold_loop(plan, job(), torch.device("cpu"), stages=True)
 
 
 def test_an_activation_is_read_as_its_flag():

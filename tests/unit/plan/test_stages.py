@@ -120,6 +120,8 @@ def test_another_version_is_refused_with_the_line_to_write(line, says, read):
             "layers: [2, 6]",
             ":29: replicas[0].stages[1].layers begins at layer 2; begin at 1",
         ),
+        ("layers: [0, 6]", "layers: [0, 0]", "stages[0].layers ends at layer 0; end it after 0, and at 6"),
+        ("layers: [1, 6]", "layers: [1, 1]", "stages[1].layers ends at layer 1; end it after 1, and at 6"),
         ("layers: [1, 6]", "layers: [1, 7]", "ends at layer 7; end it after 1, and at 6 at most"),
         (
             "layers: [0, 6]",

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from megatron_hexi.cost import CostModel
 from megatron_hexi.models import Images
 from megatron_hexi.models.vision import Vision
+from megatron_hexi.plan import Plan, Replica, Stage
 from megatron_hexi.plan.proportion import proportional_plan
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES
@@ -16,6 +18,8 @@ from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pools import StageShape
 from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.layouts.images import divided_images, image_seconds
+from megatron_hexi.planner.layouts.trial import Candidate
+from megatron_hexi.planner.moves import layer_moves
 from tests.support.costs import TINY, cluster, tiny_job
 
 VISION = Vision(layers=4, hidden_size=512, heads=4, ffn_hidden_size=2048, patch_values=192)
@@ -92,3 +96,19 @@ def test_a_first_stage_keeps_the_layers_that_add_features():
     search = PipelineSearch(Request(further), tables)
     slow: Any = search.layered([StageShape((0, 1), 1), StageShape((2, 0), 1)], 1, 1)
     assert slow.stages[0].layers == 3
+
+
+@pytest.mark.parametrize("images", [IMAGES, None])
+def test_layers_may_leave_a_first_stage_the_images_alone(images: Images | None):
+    job = replace(JOB, images=images)
+    domains = [proportional_plan(JOB.workload(), [[[1, 1]]]).replicas[0].domain for _ in range(2)]
+    later = domains[1].with_members(lambda member: replace(member, ranks=(member.ranks[0] + 2,)))
+    stages = Stage((domains[0],), layers=(0, 1)), Stage((later,), layers=(1, 8))
+    plan = Plan(JOB.workload(), (Replica(stages, 8),))
+    base = Candidate(plan, job, CostModel(job, MACHINES).timing(plan))
+    moves = {move.plan.replicas[0].stages[0].layers: move for move in layer_moves(base)}
+    assert moves.keys() == ({(0, 0), (0, 2)} if images else {(0, 2)})
+    if images:
+        apart = moves[0, 0]
+        _, seconds = apart.least
+        assert 0 < seconds <= CostModel(job, MACHINES).timing(apart.plan).phases.total * (1 + 1e-9)
