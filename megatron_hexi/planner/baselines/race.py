@@ -222,8 +222,8 @@ def best_uneven(request: Request, cluster: Cluster, faster_than: float = inf) ->
                 job = replace(flags, recompute=mode)
                 tried = [candidate for layout in layouts for candidate in _dealt(layout, job, model)]
                 trials += len(tried)
-                candidate = min(tried, key=order_of)
-                if candidate.fits:
+                candidate = min(tried, key=order_of, default=None)
+                if candidate is not None and candidate.fits:
                     if candidate.iteration_s < faster_than:
                         best, faster_than = candidate, candidate.iteration_s
                     break

@@ -12,6 +12,7 @@ from megatron_hexi.models.vision import Vision
 from megatron_hexi.plan import Plan, Replica, Stage
 from megatron_hexi.plan.proportion import proportional_plan
 from megatron_hexi.planner import Request, find_plan
+from megatron_hexi.planner.baselines.race import best_uneven
 from megatron_hexi.planner.expert_placement import IN_WHOLE_STAGES
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
@@ -96,6 +97,11 @@ def test_a_first_stage_keeps_the_layers_that_add_features():
     search = PipelineSearch(Request(further), tables)
     slow: Any = search.layered([StageShape((0, 1), 1), StageShape((2, 0), 1)], 1, 1)
     assert slow.stages[0].layers == 3
+
+
+def test_pipelines_whose_first_stages_would_lack_such_layers_are_passed_over():
+    further = replace(JOB, model=replace(MODEL, layers=4, vision=replace(VISION, deepstack=3)))
+    assert best_uneven(Request(further), MACHINES) == (None, 0)
 
 
 @pytest.mark.parametrize("images", [IMAGES, None])
