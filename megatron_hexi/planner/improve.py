@@ -41,6 +41,8 @@ _FEW_GPUS = 128
 #: Saving memory has made plans faster by up to 10 %: a search whose plan is slower than this factor of a
 #: known one is not run again for GPUs with more memory.
 _OUT_OF_REACH = 1.1
+#: Where saving memory takes less than this factor of a plan's time, any number of replicas may be as fast.
+_SAVED = 0.9
 #: The most layouts that are kept besides the chosen one.
 _MOST_RIVALS = 6
 
@@ -108,6 +110,9 @@ class Improvement:
                 if faster is None and request.effort == "normal":
                     break
                 best = faster or best
+            if best.iteration_s < _SAVED * plan.iteration_s and request.effort != "low":
+                limit = min(faster_than, best.iteration_s)
+                best = self.climbed(self._roomier(max(_ROOMIER), request, limit), limit) or best
         return best
 
     def made_to_fit(self, request: Request, faster_than: float = math.inf) -> Candidate | None:

@@ -22,7 +22,7 @@ _CLASSES = (1, 2, 4, 8)
 #: The most times that columns with estimated times are timed, and all columns packed again.
 _ROUNDS = 12
 #: Factors by which columns may take longer than the plan that is made of them: in general, and for one
-#: replica whose stages do not mix kinds of GPU.
+#: replica whose stages differ and do not mix kinds of GPU.
 _NEAR, _NEARLY_EXACT = 1.1, 1.03
 #: Sets of replicas that take longer than this factor of the best's time are left out.
 _FAR = 1.5
@@ -44,7 +44,7 @@ class JointSearch:
     def __init__(self, request: Request, timer: LayerTimer, memory: float) -> None:
         self._request, self._timer = request, timer
         self._micro_batches = request.job.global_batch_size // timer.micro_batch_size
-        self._pools = timer.pools.with_memory(memory)
+        self._pools, self._is_roomy = timer.pools.with_memory(memory), memory > 1
         self._pipelines = PipelineSearch(request, StageTables(request, timer, self._pools))
         self._assembly = Assembly(request, timer, self._pipelines, self._pools)
 
@@ -74,7 +74,8 @@ class JointSearch:
         tried: list[tuple[Candidate, Packed]] = []
         for number, packed in enumerate(finalists):
             progress("plans of the joint search", number, len(finalists) + 1)
-            if packed.seconds > _error(packed) * faster_than:
+            error = _NEAR if self._is_roomy and _is_even(packed.columns[0]) else _error(packed)
+            if packed.seconds > error * faster_than:
                 continue
             candidate = self._assembly.run(packed, polished=False)
             if candidate is not None:
@@ -147,6 +148,12 @@ class JointSearch:
                 whole = [column for column in columns if len(column.pipe.stages) == 1]
                 for some in (columns, whole):
                     sets += _best(part, some, replicas, _FAR * _least(faster_than, sets))
+                even = (
+                    [column for column in columns if _is_even(column)]
+                    if self._is_roomy and replicas[0] == 1
+                    else []
+                )
+                sets += itertools.islice(_best(part, even, replicas, _FAR * _least(faster_than, sets)), 1)
                 for some in _alike(columns) if replicas[0] > 1 else ():
                     sets += itertools.islice(_best(part, some, replicas, _least(faster_than, sets)), 1)
         return sets
@@ -177,6 +184,12 @@ def _error(packed: Packed) -> float:
 def _least(seconds: float, sets: list[Packed]) -> float:
     """Return the least of `seconds` and the iteration seconds of the sets of packed replicas."""
     return min([seconds, *(packed.seconds for packed in sets)])
+
+
+def _is_even(column: Column) -> bool:
+    """Whether a replica has several stages of the same GPUs, which gain most by interleaved ministages."""
+    shapes = set(column.pipe.shapes)
+    return len(column.pipe.stages) > 1 and len(shapes) == 1 and len(shapes.pop().kinds) == 1
 
 
 def _alike(columns: list[Column]) -> list[list[Column]]:
