@@ -9,6 +9,8 @@ from functools import partial
 import pytest
 
 from benchmarks.proof import joint_bound
+from benchmarks.simulation.cells import load_cluster, suite
+from benchmarks.simulation.units import as_asked
 from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.plan import read_plan, validate_plan, write_plan
@@ -23,6 +25,11 @@ from tests.support.costs import TINY, cluster, tiny_job
 
 DEEP = replace(TINY, layers=8, hidden_size=4096, ffn_hidden_size=16384)
 NETWORK = 25
+#: Cells of the suite with their sizes, and seconds that the best of other starts exceed.
+SHORT_OF_MEMORY = (
+    ("flops/flops-2-mixed/gpt-70b/256K/dp1", 4, 2, 166.0),
+    ("simulation/sim-32/gpt-70b/128K/auto", 8, 1, 123.0),
+)
 
 
 def machines(memory_gb, *, host_gib=100, gpus=("H100-SXM-80GB", "A100-SXM-80GB"), size=2):
@@ -181,3 +188,12 @@ def test_short_sequences_are_dealt_by_samples():
     fast, slow = (domain.samples or 0 for domain in stage.domains)
     assert fast > slow
     assert fast + slow == planned.job.micro_batch_size == planned.plan.job.micro_batch_size
+
+
+@pytest.mark.parametrize(("cell", "tensor_parallel", "pipeline_parallel", "most_s"), SHORT_OF_MEMORY)
+def test_plans_that_only_saving_memory_makes_fast_are_found(cell, tensor_parallel, pipeline_parallel, most_s):
+    """Stages of one kind in interleaved ministages, and replicas that hold their state on the host."""
+    (asked,) = (one for one in suite() if one.name == cell)
+    job = replace(asked.job, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
+    planned = find_plan(as_asked(job, asked.data_parallel), load_cluster(asked.cluster))
+    assert planned.cost.iteration_s < most_s
