@@ -34,8 +34,7 @@ def cut_batch(batch: Batch, session: Session) -> Batch:
     Raises:
         PlanError: the sequences are not as long as the plan says, or have a mask of their own.
     """
-    ends = ends_in(batch)
-    shard = session.shard if ends is None else packed_shard(session, ends).shard
+    shard = packed_shard(session, ends_in(batch)).shard
     if batch.get("attention_mask") is not None:
         raise PlanError(
             "the batch has an attention mask, a plan makes its own; "

@@ -7,6 +7,7 @@ Each rank of a domain does so, with the features of its own rows alone; the deco
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron_hexi.megatron.bridge_checkpoint import OF_BRIDGE
-from megatron_hexi.megatron.encoder import Encode, ImageShares, encode_nothing
-from megatron_hexi.megatron.session import Session, active_session, without_session
+from megatron_hexi.megatron.encoder import Encode, ImageShares, encode_nothing, encoder_patch
+from megatron_hexi.megatron.packing import document_ends, packed_shard
+from megatron_hexi.megatron.rotary import ALONE
+from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.stages.stage_checkpoints import attributes
 from megatron_hexi.patching import patched
 
@@ -38,6 +41,8 @@ class _Pass:
         self._session, self._config, self._decoder = session, model.config, model.language_model
         self._encoder, self._encode = encoder, encode
         self._tokens, self._has_encoded = batch["input_ids"], False
+        packed = packed_shard(session, document_ends(batch.get("packed_seq_params")))
+        self._shard, self._documents = packed.shard, packed.documents
         self._scatters: bool = model.config.sequence_parallel
         #: Tokens that stand for the batch's features, by kind, in the order in which kinds are encoded.
         self.kinds = [
@@ -74,7 +79,8 @@ class _Pass:
         """
         self._has_encoded = True
         seen = torch.isin(self._tokens, torch.tensor(kinds, device=self._tokens.device))
-        images = ImageShares.of(self._session, grids, self._encoder.spatial_merge_size, seen)
+        merge = self._encoder.spatial_merge_size
+        images = ImageShares.of(self._session, grids, merge, seen, self._documents)
         first, *further = images.encode(self._encode, pixels).split(self._config.hidden_size, 1)
         return images.whole(first), further
 
@@ -89,12 +95,12 @@ class _Pass:
                 nothing = encode_nothing(self._encode, self._encoder.spatial_merge_size, patches)
                 decoder_input = decoder_input + nothing.sum()
             decoder_input = decoder_input[:, self._session.samples]
-            decoder_input = decoder_input.index_select(0, self._session.shard.positions)
+            decoder_input = decoder_input.index_select(0, self._shard.positions)
             if self._scatters:
                 decoder_input = scatter_to_sequence_parallel_region(decoder_input)
         if "visual_pos_masks" in kwargs:  # a Qwen3-VL, which cuts positions and features itself
             own = kwargs["position_ids"][:, self._session.samples]
-            kwargs["position_ids"] = own.index_select(2, self._session.shard.positions)
+            kwargs["position_ids"] = own.index_select(2, self._shard.positions)
             self._decoder.rotary_pos_emb.is_thd_format = True  # so the rotary embedding does not cut them
         if kwargs.get("visual_pos_masks") is not None:
             kwargs |= self._of_further_features(kwargs["visual_pos_masks"], kwargs["deepstack_visual_embeds"])
@@ -110,9 +116,8 @@ class _Pass:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 
-        shard = self._session.shard
-        mask = mask[self._session.samples].index_select(1, shard.positions)
-        mask[:, shard.tokens :] = False
+        mask = mask[self._session.samples].index_select(1, self._shard.positions)
+        mask[:, self._shard.tokens :] = False
         if self._scatters:
             numbers = mask.flatten().cumsum(0).view_as(mask) - 1
             parts = parallel_state.get_tensor_model_parallel_world_size()
@@ -172,38 +177,14 @@ def _qwen3(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
     def encode_all(hidden_states: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         return own.encode(hidden_states, grid_thw, own.kinds)
 
-    with own.run(encode_all):
+    groups = copy.copy(self.pg_collection)
+    groups.cp = ALONE  # so the model leaves sequences whole
+    with own.run(encode_all), attributes(self, pg_collection=groups):
         return original(self, *args, **kwargs)
 
 
-@patched(
-    f"{_QWEN3}.vision_model:Qwen3VLVisionModel.__init__",
-    why="an encoder's attention is its own: of whole images, without a mask",
-    **OF_BRIDGE,
+BRIDGE_ENCODER_PATCHES = (
+    _qwen25,
+    _qwen3,
+    encoder_patch(f"{_QWEN3}.vision_model:Qwen3VLVisionModel", **OF_BRIDGE),
 )
-def _of_whole_images(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    with without_session():
-        original(self, *args, **kwargs)
-
-
-@patched(
-    f"{_QWEN3}.utils:split_data_cp_rank",
-    why="leaves sequences whole, of which the decoder gets the plan's rows",
-    **OF_BRIDGE,
-)
-def _whole(original: Callable[..., Tensor], val: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return original(val, *args, **kwargs) if active_session() is None else val
-
-
-@patched(
-    f"{_QWEN3}.utils:split_deepstack_embs",
-    why="leaves the features that layers add whole: they are those of the plan's rows",
-    **OF_BRIDGE,
-)
-def _whole_features(
-    original: Callable[..., Any], mask: Tensor | None, features: list[Tensor], *args: Any, **kwargs: Any
-) -> Any:
-    return original(mask, features, *args, **kwargs) if active_session() is None else (mask, features)
-
-
-BRIDGE_ENCODER_PATCHES = (_qwen25, _qwen3, _of_whole_images, _whole, _whole_features)

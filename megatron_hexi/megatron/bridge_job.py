@@ -85,14 +85,18 @@ def hold_configuration(config: Any, options: Namespace, device: torch.device) ->
         if name not in _OF_THE_START and value != getattr(usual, name)
     }
     length, specs = config.model.seq_length, getattr(config.dataset, "offline_packing_specs", None)
+    sequences, batch = config.train.micro_batch_size, config.train.global_batch_size
     if specs is not None:
         length, arguments["dataloader_inter_document_masking"] = specs.packed_sequence_size, True
+    elif getattr(config.dataset, "enable_in_batch_packing", False):  # a micro-batch becomes one sequence
+        length, batch, sequences = length * sequences, batch // sequences, 1
+        arguments["dataloader_inter_document_masking"] = True
     sections = [getattr(config, one.name) for one in dataclasses.fields(config) if one.name not in _APART]
     job = LoopJob(
         config.model,
         length,
-        config.train.micro_batch_size,
-        config.train.global_batch_size,
+        sequences,
+        batch,
         arguments,
         [section for section in sections if dataclasses.is_dataclass(section)],
         None if config.peft is None else config.peft.dim,

@@ -9,6 +9,7 @@ from megatron_hexi.errors import HexiError, PlanError, user_errors
 from megatron_hexi.megatron.batch import Batch, cut_batch
 from megatron_hexi.megatron.bridge_checkpoint import OF_BRIDGE
 from megatron_hexi.megatron.bridge_data import whole_sequences
+from megatron_hexi.megatron.documents_ahead import AHEAD, END_KEYS
 from megatron_hexi.megatron.session import active_session, given_plan
 from megatron_hexi.patching import patched
 from megatron_hexi.plan.units import domain_rows
@@ -32,10 +33,11 @@ def refuse_vision(config: Any) -> None:
     Raises:
         HexiError: the configuration, or the plan, has such a thing.
     """
-    if config.dataset.enable_in_batch_packing:
+    chunks = config.model.virtual_pipeline_model_parallel_size
+    if chunks is not None:
         raise HexiError(
-            "dataset.enable_in_batch_packing True: positions on three axes are taken for whole sequences "
-            "only; give False"
+            f"model.virtual_pipeline_model_parallel_size {chunks}: losses of images are other ones where a "
+            "pipeline is interleaved; leave it out"
         )
     given = given_plan()
     assert given is not None, "the job has a plan"
@@ -73,7 +75,8 @@ def _of_own_losses(
     if sample.get("tokens") is None:
         sample["tokens"] = sample.pop("input_ids")
     sample = whole_sequences(sample, session.seq_length)
-    sample |= cut_batch({name: sample[name] for name in ("labels", "loss_mask")}, session)
+    AHEAD.take(sample, session.seq_length)
+    sample |= cut_batch({name: sample.get(name) for name in ("labels", "loss_mask", *END_KEYS)}, session)
     return original(iter((sample,)), *args, **kwargs)
 
 

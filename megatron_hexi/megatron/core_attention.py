@@ -130,10 +130,9 @@ class HexiCoreAttention(MegatronModule):
                 "train without it"
             )
         session = _session()
-        documents, shard = None, session.shard
-        if packed_seq_params is not None:
-            packed = packed_shard(session, document_ends(packed_seq_params))
-            documents, shard = packed.documents, packed.shard
+        packed = packed_shard(session, document_ends(packed_seq_params))
+        documents, shard = packed.documents, packed.shard
+        if documents is not None:
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         matrix, latent = None, session.given.plan.workload.latent_exchange
         if latent is not None:

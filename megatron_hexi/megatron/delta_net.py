@@ -73,7 +73,8 @@ def _scan(layer: Any, share: StateShare, arrived: Tensor, packed: Any) -> Tensor
     """
     key, value = _sections(layer)
     keys, values, heads = (stop - start for start, stop in share.ranges([key, value, _NUMBER]))
-    ends = None if packed is None else document_ends(packed).flatten()
+    ends = document_ends(packed)
+    ends = None if ends is None else ends.flatten()
     columns, gate, beta, alpha = arrived.transpose(0, 1).split([2 * keys + values, values, heads, heads], -1)
     convolved = _convolve(layer, share, columns, ends)
     *shared, own_values = convolved.split([keys, keys, values], -1)

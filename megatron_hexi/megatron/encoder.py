@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.megatron.session import Session
+from megatron_hexi.megatron.session import Session, without_session
+from megatron_hexi.patching import Patch, patched
+from megatron_hexi.plan.batch_balance import batch_domain
 from megatron_hexi.plan.images import deal_images
 from megatron_hexi.plan.layout import held_positions
 from megatron_hexi.runtime.feature_exchange import FeatureExchange
@@ -46,7 +49,9 @@ class ImageShares:
     exchange: FeatureExchange | None
 
     @classmethod
-    def of(cls, session: Session, grids: Tensor, merge: int, seen: Tensor) -> ImageShares:
+    def of(
+        cls, session: Session, grids: Tensor, merge: int, seen: Tensor, documents: tuple[int, ...] | None
+    ) -> ImageShares:
         """Return this rank's part.
 
         Args:
@@ -54,6 +59,7 @@ class ImageShares:
             merge: side of the square of patches of which one feature is made.
             seen: whether a token stands for a feature, [B, S]; features follow each other by sequence, then
                 position.
+            documents: lengths of the documents of the sequence; ``None``: it is not packed.
 
         Raises:
             PlanError: images and tokens do not have equally many features.
@@ -71,7 +77,8 @@ class ImageShares:
         places = seen[session.samples].cpu().nonzero()[:, 1]
         ends = counts.cumsum(0)
         images = ((ends > before) & (ends <= before + len(places))).nonzero()[:, 0]
-        domain, group = session.domain, session.attention.domain_group
+        domain = batch_domain(session.domain, documents, session.given.plan.rates)
+        group = session.attention.domain_group
         holder = torch.zeros(session.seq_length, dtype=torch.int64)
         for number, segments in enumerate(held_positions(domain)):
             for start, stop in segments:
@@ -115,3 +122,14 @@ def encode_nothing(encode: Encode, merge: int, like: Tensor) -> Tensor:
     """
     grids = torch.tensor([[1, merge, merge]], device=like.device)
     return encode(like.new_zeros(merge**2, like.shape[1]), grids)[:0]
+
+
+def encoder_patch(encoder: str, **terms: Any) -> Patch:
+    """Return the patch that builds a class of encoders as without a plan; `terms` are those of `patched`."""
+    why = "an encoder's attention is its own: of whole images, without a mask"
+    return patched(f"{encoder}.__init__", why=why, **terms)(_without_a_plan)
+
+
+def _without_a_plan(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    with without_session():
+        original(*args, **kwargs)

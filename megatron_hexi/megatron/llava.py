@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_hexi.errors import PlanError, user_errors
-from megatron_hexi.megatron.session import active_session, without_session
+from megatron_hexi.megatron.encoder import encoder_patch
+from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.stage_checkpoints import attributes
-from megatron_hexi.patching import Patch, patched
+from megatron_hexi.patching import patched
 
 _MODEL = "megatron.core.models.multimodal.llava_model:LLaVAModel"
 _VERSIONS = ">=0.19"
@@ -53,16 +54,6 @@ def _for_whole_sequences(
             )
         with attributes(config, context_parallel_size=1):
             original(self, *given, *args, **kwargs)
-
-
-def _of_whole_images(original: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor of an encoder, whose attention has no mask and is not divided."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        with without_session():
-            original(self, *args, **kwargs)
-
-    return __init__
 
 
 @patched(f"{_MODEL}._preprocess_data", only=_VERSIONS, why="gives the decoder the rows of a rank")
@@ -127,12 +118,7 @@ def _not_mimo(original: Callable[..., None], self: Any, *args: Any, **kwargs: An
 LLAVA_PATCHES = (
     _for_whole_sequences,
     *(
-        Patch(
-            target=f"megatron.core.models.vision.{encoder}.__init__",
-            why="an encoder's attention is its own: of whole images, without a mask",
-            build=_of_whole_images,
-            only=_VERSIONS,
-        )
+        encoder_patch(f"megatron.core.models.vision.{encoder}", only=_VERSIONS)
         for encoder in ("clip_vit_model:CLIPViTModel", "radio:RADIOViTModel")
     ),
     _of_own_rows,

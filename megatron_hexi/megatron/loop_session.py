@@ -20,9 +20,8 @@ from megatron_hexi.megatron.documents_ahead import END_KEYS, ends_in
 from megatron_hexi.megatron.encoder import Encode, ImageShares
 from megatron_hexi.megatron.groups import agree
 from megatron_hexi.megatron.loop_job import LoopJob, hold_loop
-from megatron_hexi.megatron.packing import packed_shard
+from megatron_hexi.megatron.packing import PackedShard, packed_shard
 from megatron_hexi.megatron.session import (
-    LocalShard,
     Session,
     active_session,
     given_plan,
@@ -70,7 +69,7 @@ class LoopSession:
         Raises:
             PlanError: a tensor, or its documents, are not as long as the plan's sequences.
         """
-        shard = self._rows(ends_in(batch))
+        shard = self._rows(ends_in(batch)).shard
         rows, length = dict(batch), self._session.seq_length
         for name, tensor in batch.items():
             is_whole = name in _OF_DOCUMENTS or (isinstance(tensor, Tensor) and has_three_axes(name, tensor))
@@ -89,7 +88,15 @@ class LoopSession:
             rows["loss_mask"][:, shard.tokens :] = 0
         return rows
 
-    def encode(self, encode: Encode, pixels: Tensor, grids: Tensor, seen: Tensor, merge: int = 1) -> Tensor:
+    def encode(
+        self,
+        encode: Encode,
+        pixels: Tensor,
+        grids: Tensor,
+        seen: Tensor,
+        merge: int = 1,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """Return the features of a micro-batch's images, each image encoded by one rank of the sequence.
 
         The plan's `patches` say how images are divided; without them each rank encodes all. All ranks that
@@ -103,6 +110,7 @@ class LoopSession:
             grids: frames, height and width of each image in patches, [I, 3]; frames are divided, too.
             seen: whether a token stands for a feature, [B, T]; features are in the order of these tokens.
             merge: side of the square of patches of which one feature is made.
+            documents: ends of the documents, as in `shard`.
 
         Returns:
             Features of all images, [F, H], which are 0 outside this rank's rows: merge them with the texts'
@@ -111,7 +119,7 @@ class LoopSession:
         Raises:
             PlanError: images and tokens do not have equally many features.
         """
-        images = ImageShares.of(self._session, grids, merge, seen)
+        images = ImageShares.of(self._session, grids, merge, seen, self._rows(documents).documents)
         return images.whole(images.encode(encode, pixels))
 
     def unshard(self, values: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -130,7 +138,7 @@ class LoopSession:
         Raises:
             PlanError: the values are not of this rank's rows.
         """
-        shard = self._rows(documents)
+        shard = self._rows(documents).shard
         if values.dim() < 2 or values.shape[1] != shard.rows:
             raise PlanError(f"values are {list(values.shape)}, not [B, {shard.rows}, …]; give all rows")
         whole = values.new_zeros(values.shape[0], self._session.seq_length, *values.shape[2:])
@@ -157,7 +165,7 @@ class LoopSession:
         tokens = sums[1].clamp(min=1)
         return (sums[0] / tokens).to(total.dtype) + (total - total.detach()) / tokens.to(total.dtype)
 
-    def _rows(self, documents: Tensor | None) -> LocalShard:
+    def _rows(self, documents: Tensor | None) -> PackedShard:
         terms = self._session.given.terms
         if (documents is not None) != terms.has_documents:
             raise PlanError(
@@ -166,7 +174,7 @@ class LoopSession:
                 if not terms.has_documents
                 else "the job was started with documents, but the batch has no cu_seqlens; give their ends"
             )
-        return self._session.shard if documents is None else packed_shard(self._session, documents).shard
+        return packed_shard(self._session, documents)
 
 
 def start_loop(plan: str | Path, job: LoopJob, device: torch.device, patches: PatchSet) -> LoopSession:

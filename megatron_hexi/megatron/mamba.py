@@ -165,8 +165,9 @@ def _of_own_heads(
         nothing = zxBCdt + unused(self.cp.weights).to(zxBCdt.dtype)
         output = self.cp.post_conv_ssm(nothing, packed_seq_params)
         return self.norm(output) if self.rmsnorm else output
-    if packed_seq_params is not None:
-        numbers = document_numbers(document_ends(packed_seq_params), session.seq_length)
+    ends = document_ends(packed_seq_params)
+    if ends is not None:
+        numbers = document_numbers(ends, session.seq_length)
         packed_seq_params = dataclasses.replace(packed_seq_params, total_tokens=None, seq_idx=numbers)
     return original(self, zxBCdt, packed_seq_params)
 

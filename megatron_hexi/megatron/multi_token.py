@@ -42,8 +42,8 @@ def _over_borders(
     if session is None or tensor is None:
         return original(tensor, shifts, dims, cp_group, packed_seq_params)
     assert dims in (-1, tensor.dim() - 1), "tokens are the last dimension"
-    ends = None if packed_seq_params is None else document_ends(packed_seq_params)
-    shard = session.shard if ends is None else packed_shard(session, ends).shard
+    ends = document_ends(packed_seq_params)
+    shard = packed_shard(session, ends).shard
     shifted, total = original(_gathered(tensor, session, shard), shifts, dims)
     if ends is not None:  # the last token of a document has no next one
         shifted[..., ends.flatten()[1:] - 1] = 0

@@ -23,13 +23,14 @@ from megatron_hexi.plan import Mask
 
 @dataclass(frozen=True)
 class PackedShard:
-    """This rank's part of a sequence of documents.
+    """This rank's part of a sequence.
 
     Args:
+        documents: lengths of its documents; ``None``: it is not packed.
         in_document: position of each row in its document, [L].
     """
 
-    documents: tuple[int, ...]
+    documents: tuple[int, ...] | None
     shard: LocalShard
     in_document: Tensor
 
@@ -38,15 +39,18 @@ class PackedShard:
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def packed_shard(session: Session, ends: Tensor) -> PackedShard:
+def packed_shard(session: Session, ends: Tensor | None) -> PackedShard:
     """Return this rank's part of a sequence.
 
     Args:
-        ends: 0 and the end of each document, ascending, [documents + 1] or [1, documents + 1].
+        ends: 0 and the end of each document, ascending, [documents + 1] or [1, documents + 1];
+            ``None``: the sequence is not packed.
 
     Raises:
         PlanError: the documents are not as long as the plan's sequence.
     """
+    if ends is None:
+        return PackedShard(None, session.shard, session.shard.positions)
     known: tuple[Session, PackedShard] | None = _known.get(ends)
     if known is not None and known[0] is session:
         return known[1]
@@ -68,7 +72,9 @@ def packed_shard(session: Session, ends: Tensor) -> PackedShard:
     return packed
 
 
-def document_ends(packed: Any) -> Tensor:
-    """Return the ends of documents, with padding where Megatron has both."""
+def document_ends(packed: Any) -> Tensor | None:
+    """Return the ends of documents, with padding where Megatron has both; ``None`` without documents."""
+    if packed is None:
+        return None
     ends: Tensor = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     return ends

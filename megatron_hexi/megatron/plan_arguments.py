@@ -122,6 +122,7 @@ def set_terms(args: Namespace) -> None:
         further_layers=further,
         experts=args.num_experts,
         has_documents=is_packed(args),
+        has_axes=args.position_embedding_type == "mrope",
         # Megatron saves the state of an external loader, which would be one ahead.
         reads_ahead=args.dataloader_type != "external",
         scales_losses=scales_losses(args),

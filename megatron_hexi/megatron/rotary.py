@@ -19,8 +19,8 @@ from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import patched
 
 _ROTARY = "megatron.core.models.common.embeddings"
-#: A group for embeddings that need not be cut.
-_ALONE: Final = SimpleNamespace(size=lambda: 1)
+#: A group for what need not be cut.
+ALONE: Final = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
 @patched(
@@ -59,7 +59,8 @@ def _at_positions_in_documents(
         return original(t, cu_seqlens, freqs, *rest)
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
-    rows = packed_shard(session, cu_seqlens).in_document
+    packed, terms = packed_shard(session, cu_seqlens), session.given.terms
+    rows = packed.shard.positions if terms.has_axes else packed.in_document
     turned: Tensor = _apply_rotary_pos_emb_bshd(
         t.unsqueeze(1),
         freqs.index_select(0, rows),
@@ -112,8 +113,10 @@ def _on_three_axes(
             f"position_ids are {shape}, not [3, B, {session.seq_length}]; give those of whole sequences, in "
             "time, height and width, on each stage"
         )
-    own = position_ids[:, session.samples].index_select(2, session.shard.positions)
-    return original(self, own, mrope_section, _ALONE)
+    own = position_ids[:, session.samples]
+    if not session.given.terms.has_documents:  # their ends are not known here; each layer takes its rows
+        own = own.index_select(2, session.shard.positions)
+    return original(self, own, mrope_section, ALONE)
 
 
 @patched(

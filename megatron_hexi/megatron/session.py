@@ -31,6 +31,7 @@ class TrainingTerms:
         further_layers: layers that predict further tokens.
         experts: experts of a layer; ``None``: the model has none.
         has_documents: whether sequences tell where their documents end.
+        has_axes: whether tokens have positions in time, height and width.
         reads_ahead: whether a micro-batch may be read before the one ahead of it has run.
         scales_losses: whether losses are scaled, as for fp16.
         bucket_size: elements after which a bucket of gradients is closed; ``None``: the default.
@@ -42,6 +43,7 @@ class TrainingTerms:
     further_layers: int = 0
     experts: int | None = None
     has_documents: bool = False
+    has_axes: bool = False
     reads_ahead: bool = False
     scales_losses: bool = False
     bucket_size: int | None = None

@@ -126,10 +126,10 @@ class ShortConvMixer(MegatronModule):
     def _halo_rows(self, rows: int, packed: Any, device: torch.device) -> HaloRows:
         """Return the tables of this rank's halo, from the last call if they are the same."""
         session = active_session()
-        ends = None if packed is None else document_ends(packed)
+        ends = document_ends(packed)
         reach, group = self.taps - 1, None
         if session is not None:
-            documents = None if ends is None else packed_shard(session, ends).documents
+            documents = packed_shard(session, ends).documents
             found, group = session.attention.schedules.halo(reach, documents), session.attention.domain_group
         elif parallel_state.get_context_parallel_world_size() > 1:
             raise PlanError(

@@ -82,8 +82,6 @@ class StateShare:
 
     def rows(self, packed: Any = None) -> int:
         """Return the number of this rank's rows outside, with padding."""
-        if packed is None:
-            return self.session.shard.rows
         return packed_shard(self.session, document_ends(packed)).shard.rows
 
     def _schedule(self, packed: Any) -> Schedule:

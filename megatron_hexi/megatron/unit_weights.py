@@ -91,6 +91,7 @@ TABLE: dict[str, dict[Holding, str]] = {
         Holding.SPLIT: "in_proj.weight out_proj.weight conv_weight",
         Holding.ROWS: "te:in_proj.layer_norm_*",
     },
+    "Qwen3VLVisionPatchMerger": {Holding.SPLIT: "linear_fc1.* linear_fc2.weight"},
     # Megatron Bridge's LoRA. DoRA's magnitudes are missing: Bridge makes them of a rank's part of a weight.
     "ParallelLinearAdapter": {Holding.SPLIT: "linear_in.weight linear_out.weight"},
 }
@@ -103,8 +104,9 @@ HOLDINGS = {
     for pattern in words.split()
     for leaf in ("weight", "bias")
 }
-#: Models by class, with their encoders: each rank of a unit runs one whole, on all images.
-ENCODERS = {("Qwen25VLModel", "visual")}
+#: Models by class, with their encoders: each rank of a unit sees all rows of the unit's images, so it has the
+#: whole gradient of each weight that is not split.
+ENCODERS = {("Qwen25VLModel", "visual"), ("Qwen3VLModel", "vision_model")}
 #: The number of a layer or of an expert, inside a name or, of grouped experts, at its end.
 _NUMBER = re.compile(r"\.\d+(?=\.)|\d+$")
 
@@ -126,14 +128,17 @@ def holdings(model: Module) -> dict[Parameter, Holding]:
 def _holding(modules: dict[str, Module], name: str) -> Holding:
     parts = name.split(".")
     is_te = "transformer_engine" in type(modules[".".join(parts[:-1])]).__module__
+    sees_all = False
     for start in range(len(parts)):  # from the model to the layer: an expert's MLP is the expert layer's
         inside = _NUMBER.sub("", ".".join(parts[start:]))
         for base in type(modules[".".join(parts[:start])]).__mro__:
-            if (base.__name__, parts[start]) in ENCODERS:
-                return Holding.COPY
+            sees_all |= (base.__name__, parts[start]) in ENCODERS
             for spelled in (inside, f"{'te' if is_te else 'local'}:{inside}"):
                 if (base.__name__, spelled) in HOLDINGS:
-                    return HOLDINGS[base.__name__, spelled]
+                    found = HOLDINGS[base.__name__, spelled]
+                    return Holding.COPY if sees_all and found is not Holding.SPLIT else found
+    if sees_all:
+        return Holding.COPY
     raise unknown(name)
 
 

@@ -85,11 +85,11 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--mrope-section",
             lambda args: (
                 bool(getattr(args, "mrope_section", None))
-                and bool(is_packed(args) or args.mtp_num_layers or args.rotary_interleaved)
+                and bool(args.mtp_num_layers or args.rotary_interleaved)
             ),
-            "it is supported without documents, further tokens and interleaved pairs only",
+            "it is supported without further tokens and interleaved pairs only",
             "leave the others out",
-            "with --dataloader-inter-document-masking, --sft, --mtp-num-layers or --rotary-interleaved",
+            "with --mtp-num-layers or --rotary-interleaved",
         ),
         one_of(
             ("relative",),

@@ -34,6 +34,7 @@ _STATES_PLANNED = (
 _STATES_REPLAYED = f"{_U}/cost/test_states.py::test_the_simulator_takes_as_long_between_two_units"
 _STATES_STAGED = f"{_M}stages_states.py::test_training_is_that_of_one_rank[{{}}]"
 _CHAIN = f"{_M}checkpoint_chains.py::test_a_chain_ends_as_it_begins[{{}}]"
+_IMAGES = f"{_M}bridge_models.py::test_losses_and_weights_are_those_of_one_rank[{{}}]"
 _DOCUMENTS = f"{_M}stages_jobs.py::test_documents_{{}}"
 
 
@@ -179,6 +180,15 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "re-planning": _MOVED.format("experts"),
         "elastic": _LASTING.format("delta"),
         "checkpoints": _STATES + "a_checkpoint_goes_on_under_another_plan[delta]",
+    },
+    "images": {
+        "domain": _IMAGES.format("vision3e"),
+        "replicas": _IMAGES.format("vision"),
+        "stages": _IMAGES.format("vision-stages"),
+        "samples": _IMAGES.format("vision-samples"),
+        "planner": f"{_U}/planner/test_images.py::test_plans_divide_images_and_are_faster_for_it",
+        "simulator": f"{_U}/cost/test_encoder.py::test_the_simulator_encodes_as_long",
+        "checkpoints": _IMAGES.format("vision-on"),
     },
 }
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from contextlib import chdir
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
+from unittest.mock import patch
 
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.elastic.planning.survivors import survive
+from megatron_hexi.elastic.store import ROUND_VARIABLE
 from megatron_hexi.elastic.training.round import check_surviving
 from megatron_hexi.errors import HexiError
 from megatron_hexi.lab.simulator import simulate
-from megatron_hexi.models import Job
+from megatron_hexi.models import Images, Job
 from megatron_hexi.models.megatron_arguments import model_from_arguments
+from megatron_hexi.models.vision import Vision
 from megatron_hexi.options.parser import Parsed, parse_words
 from megatron_hexi.options.plan_job import hold_job
 from megatron_hexi.options.refusals import refuse_unsupported
-from megatron_hexi.plan import Plan, plan_from_yaml
+from megatron_hexi.plan import Plan, plan_from_yaml, write_plan
 from megatron_hexi.plan.units import job_ranks
 from megatron_hexi.planner import CHOSEN, Request, find_plan
 from megatron_hexi.replan.arguments import check_replanning
@@ -29,6 +35,7 @@ from megatron_hexi.yaml_file import yaml_from_text
 _PLAN, _ARGUMENTS = "plan.yaml", Path("job.args")
 _CLUSTER = Path(__file__).parents[1] / "testbed" / "four-equal.yaml"
 _LAYERS, _LENGTH = 4, 64
+_VIRTUAL = "--num-layers-per-virtual-pipeline-stage"
 
 
 @dataclass(frozen=True)
@@ -40,12 +47,14 @@ class Kind:
         words: Megatron's arguments that make a model of this kind, beside those of a dense decoder.
         workload: what a plan's workload says otherwise for it.
         micro_batch: samples of a micro-batch where the feature does not need several.
+        vision: its encoder of images, with which it trains in Megatron Bridge's loop.
     """
 
     title: str
     words: tuple[str, ...] = ()
     workload: Mapping[str, int] = field(default_factory=dict)
     micro_batch: int = 2
+    vision: Vision | None = None
 
 
 _DENSE = (
@@ -102,6 +111,7 @@ KINDS: Final[Mapping[str, Kind]] = {
             ),
         ),
     ),
+    "images": Kind("Images", vision=Vision(2, hidden_size=32, heads=2, ffn_hidden_size=48, patch_values=96)),
 }
 
 _TOKENS = """\
@@ -151,11 +161,54 @@ def _parsed(kind: Kind, *more: str) -> Parsed:
 
 def _hold(kind: Kind, plan: Plan, *more: str, stages: int = 1) -> Namespace:
     """Check the job against the plan, as every rank does before anything is allocated."""
+    if kind.vision is not None:
+        _hold_in_bridge(plan, stages, 2 if _VIRTUAL in more else None)
     args, given = _parsed(kind, *more)
     args.hexi_plan, args.rank, args.world_size = _PLAN, 0, job_ranks(plan, stages)
     hold_job(args, set(given), plan)
     refuse_unsupported(args, "script")
     return args
+
+
+def _hold_in_bridge(plan: Plan, stages: int = 1, chunks: int | None = None, **arguments: object) -> None:
+    """Check a job with images against the plan, as Megatron Bridge's loop does."""
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_hexi.megatron.bridge_vision import refuse_vision
+    from megatron_hexi.megatron.loop_job import LoopJob, hold_loop
+
+    model = TransformerConfig(
+        num_layers=_LAYERS,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=chunks,
+        pipeline_dtype=torch.float32,
+    )
+    model.expert_tensor_parallel_size = None  # which Bridge's providers leave open until the plan is held
+    of_bridge = {"dist_ckpt_optim_fully_reshardable": True, "ckpt_fully_parallel_save": False}
+    given = of_bridge | arguments
+    job = LoopJob(model, _LENGTH, plan.job.micro_batch_size or 1, 8, given, images=True)
+    place = {"RANK": "0", "WORLD_SIZE": str(job_ranks(plan, stages))}
+    with TemporaryDirectory() as folder, chdir(folder), patch.dict(os.environ, place):
+        write_plan(plan, _PLAN)
+        hold_loop(_PLAN, job, torch.device("cpu"), stages=True)
+    model.vision_config = Namespace()
+    refuse_vision(Namespace(model=model))
+
+
+def _start_bridge_in_round() -> None:
+    """Start a job of Megatron Bridge as a rank of an elastic job."""
+    import torch
+
+    from megatron_hexi.megatron.bridge_job import hold_configuration
+
+    with patch.dict(os.environ, {ROUND_VARIABLE: "0"}):
+        hold_configuration(None, Namespace(), torch.device("cpu"))
 
 
 def _trained(*layouts: str, micro_batch: int | None = None) -> Callable[[Kind], None]:
@@ -175,12 +228,14 @@ def _trained(*layouts: str, micro_batch: int | None = None) -> Callable[[Kind], 
 
 
 def _interleaved(kind: Kind) -> None:
-    flags = ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1")
+    flags = ("--pipeline-model-parallel-size", "2", _VIRTUAL, "1")
     _hold(kind, _plan(kind, _ONE_REPLICA, kind.micro_batch), *flags, stages=2)
 
 
 def _replanned(kind: Kind) -> None:
     plan = _plan(kind, _ONE_REPLICA, kind.micro_batch)
+    if kind.vision is not None:
+        _hold_in_bridge(plan, hexi_replan_interval=10)
     args = _hold(kind, plan)
     args.hexi_replan_interval, args.hexi_replan_threshold = 10, 0.03
     args.hexi_cluster = str(_CLUSTER)
@@ -190,7 +245,8 @@ def _replanned(kind: Kind) -> None:
 def _job(kind: Kind) -> Job:
     words = _words(kind, "--micro-batch-size", str(kind.micro_batch))
     model = model_from_arguments(unplaced(words), _ARGUMENTS)
-    return Job(model, _LENGTH, kind.micro_batch, precision="fp32")
+    images = None if kind.vision is None else Images(per_sequence=2, patches=64)
+    return Job(replace(model, vision=kind.vision), _LENGTH, kind.micro_batch, precision="fp32", images=images)
 
 
 @cache
@@ -210,6 +266,8 @@ def _simulated(kind: Kind) -> None:
 
 def _elastic(kind: Kind) -> None:
     """Ask training, and the planner for the nodes that are left when one of the two is lost."""
+    if kind.vision is not None:
+        _start_bridge_in_round()
     layout = _STAGES if "--num-experts" in kind.words else _ONE_REPLICA
     whole = replace(_plan(kind, layout, kind.micro_batch), gpus=(0, 1))
     args = _hold(kind, whole, "--save", "saved", "--save-interval", "10")

@@ -16,8 +16,8 @@ _HEAD = f"""\
 Kinds of models by features of plans. **yes**: trained, or planned, as the test [below](#tests) shows. **not
 yet**, **no**: refused by name before anything is allocated; with its [reason](#refused), which is what the
 code says when it is asked for the combination. [Megatron's options](../options.md) are checked one by one.
-Models with vision train in [Megatron Bridge's loop](../megatron-bridge.md#images) and in [one of your
-own](../own-loop.md#images), which say what goes with them.
+Images are those of vision-language models in Megatron Bridge's loop
+([images](../megatron-bridge.md#images)); they train in [one of your own](../own-loop.md#images) too.
 
 """
 

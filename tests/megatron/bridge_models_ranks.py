@@ -85,6 +85,7 @@ class Job(NamedTuple):
         fields: further fields of the model, which the reference lacks.
         load: a job from whose checkpoint it goes on, or the reference ``alone``.
         samples: sequences of a micro-batch; the reference has one.
+        packs: whether these are the documents of one sequence.
     """
 
     model: str
@@ -93,6 +94,7 @@ class Job(NamedTuple):
     precision: str | None = None
     load: str | None = None
     samples: int = 1
+    packs: bool = False
 
     @property
     def reference(self) -> tuple[str, str | None]:
@@ -116,6 +118,12 @@ JOBS = {
     "vision3-pipeline": Job("vision3", "pipeline", {"pipeline_model_parallel_size": 2}),
     "vision-pipeline": Job("vision", "pipeline", {"pipeline_model_parallel_size": 2}),
     "vision-units": Job("vision", "even-units", {"sequence_parallel": True, "seq_length": 102}),
+    "vision3-units": Job("vision3", "even-units", {"sequence_parallel": True, "seq_length": 102}),
+    "vision3-heads": Job("vision3", "units"),
+    "vision-packed": Job("vision", "packed", samples=2, packs=True),
+    "vision3-packed": Job(
+        "vision3", "packed-units", {"sequence_parallel": True, "seq_length": 102}, samples=2, packs=True
+    ),
     "vision-on": Job("vision", "pipeline", {"pipeline_model_parallel_size": 2}, load="vision"),
     "vision-back": Job("vision", "", load="vision"),
     "vision-stages": Job("vision", "dealt-stages"),
@@ -262,6 +270,8 @@ def main() -> None:
         job = JOBS[name]
         config = model_configuration(out, job.model, job.precision, job.load is None, **job.fields)
         config.train.micro_batch_size = job.samples
+        if job.packs:
+            config.dataset.enable_in_batch_packing = True
         if job.load:
             checkpoint_utils.read_train_state.cache_clear()
             saved = f"{job.model}-None-alone" if job.load == "alone" else job.load

@@ -10,6 +10,7 @@ import torch
 import transformers
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.builders import mock_vlm_sft
+from megatron.bridge.data.packing.in_batch import pack_right_padded_sequence_batch_to_mcore_thd
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.peft.utils import ParallelLinearAdapter
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -65,10 +66,14 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 
 class Images(torch.utils.data.Dataset[dict[str, Any]]):
-    """Texts with no image to three, of several sizes."""
+    """Texts with no image to three, of several sizes.
 
-    def __init__(self, samples: int, length: int) -> None:
-        self._samples, self._length = samples, length
+    Args:
+        packs: whether the texts of a micro-batch become documents of one sequence.
+    """
+
+    def __init__(self, samples: int, length: int, packs: bool) -> None:
+        self._samples, self._length, self._packs = samples, length, packs
 
     def __len__(self) -> int:
         return self._samples
@@ -98,13 +103,16 @@ class Images(torch.utils.data.Dataset[dict[str, Any]]):
             "pixel_values": pixels,
             "image_grid_thw": torch.cat([sample["grids"] for sample in samples]),
         }
-        return {
+        batch = {
             "input_ids": rows,
             "labels": labels,
             "loss_mask": ((labels > 0) & (labels < START)).float(),
             "position_ids": torch.arange(self._length).expand(len(samples), -1),
             "visual_inputs": GenericVisualInputs(**images) if len(pixels) else None,
         }
+        if self._packs:
+            pack_right_padded_sequence_batch_to_mcore_thd(batch, pad_to_multiple_of=2)
+        return batch
 
 
 def write(out: Path, text: dict[str, Any]) -> None:
@@ -197,6 +205,8 @@ def show_images(config: ConfigContainer, trained: str, weights: Path) -> None:
     )
 
     def build(self: Any, context: Any) -> tuple[Images, Images, None]:
-        return Images(context.train_samples, length), Images(context.valid_samples, length), None
+        packs, counts = config.dataset.enable_in_batch_packing, (context.train_samples, context.valid_samples)
+        train, valid = (Images(count, length, packs) for count in counts)
+        return train, valid, None
 
     mock_vlm_sft.MockVLMSFTDatasetBuilder.build = build

@@ -130,8 +130,36 @@ job: {micro_batch_size: 2}
     - groups:
       - segments: [[0, 102]]
         members:
-        - {ranks: [0, 1], tokens: 63, heads: [0, 1]}
-        - {ranks: [2, 3], tokens: 39, heads: [1, 2]}
+        - {ranks: [0, 1], tokens: 63, heads: [0, 1], patches: 1}
+        - {ranks: [2, 3], tokens: 39, heads: [1, 2], patches: 2}
+""",
+    # Of two sequences each.
+    "packed": """\
+- micro_batches: 1
+  stages:
+  - domains:
+    - groups:
+      - segments: [[0, 80], [140, 202]]
+        members:
+        - {ranks: [0], tokens: 100, heads: [0, 3], patches: 2}
+        - {ranks: [1], tokens: 42, heads: [3, 4], patches: 0}
+      - segments: [[80, 140]]
+        members:
+        - {ranks: [2], tokens: 60, heads: [0, 4], patches: 1}
+- micro_batches: 1
+  stages:
+  - domains: [{ranks: [3], patches: 1}]
+""",
+    "packed-units": """\
+- stages:
+  - domains:
+    - groups:
+      - segments: [[0, 70], [160, 204]]
+        members:
+        - {ranks: [0, 1], tokens: 114, heads: [0, 2], patches: 1}
+      - segments: [[70, 160]]
+        members:
+        - {ranks: [2, 3], tokens: 90, heads: [0, 2], patches: 2}
 """,
     "unit-stages": """\
 - micro_batches: 3
@@ -145,6 +173,7 @@ job: {micro_batch_size: 2}
 }
 #: Tokens of a plan's sequence, where not 101.
 LENGTHS = dict.fromkeys(("even-units", "first-units", "last-units"), 102)
+LENGTHS |= {"packed": 202, "packed-units": 204}
 SCRIPT = Path(__file__).parent / "bridge_models.py"
 #: The job of the default suite, and those that are trained on request.
 JOBS = ["experts-te", "vision", "vision-on", "vision-back", "vision-stages"]
@@ -154,6 +183,7 @@ FURTHER = [
     *("vision-stages-there", "vision-encoder-stages", "vision-decoder-stages", "vision-lora-stages"),
     *("vision-first-units", "vision-last-units", "vision-samples", "vision3-samples", "vision-apart"),
     *("vision-stages-on", "vision-stages-back", "vision3-stages", "vision3e-stages"),
+    *("vision3-units", "vision3-heads", "vision-packed", "vision3-packed"),
     *("vision-there", "vision3-on", "vision3e-back"),
     *("vision-encoder", "vision-decoder", "vision-lora", "vision3-lora", "vision-halved"),
 ]
@@ -168,7 +198,7 @@ Weights = dict[tuple[str, tuple[tuple[int, int], ...]], Tensor]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a job's results; all jobs of the default suite are trained together."""
+    """The folder of a job's results; jobs of the default suite are trained together, others one by one."""
     folder = tmp_path_factory.mktemp("models")
     for plan, replicas in PLANS.items():
         for model, workload in WORKLOADS.items():
@@ -177,11 +207,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     done: set[str] = set()
 
     def train(job: str) -> Path:
-        jobs = JOBS if job in JOBS else FURTHER
-        if job not in done:
-            run(folder, 1, jobs)
-            run(folder, 4, jobs)
-            done.update(jobs)
+        if job in done:
+            return folder
+        jobs = JOBS if job in JOBS else [job]
+        saved = GO_ON.get(job)
+        if saved is not None and saved not in jobs:
+            train(saved)
+        compared = {reference(one) for one in done}
+        alone = [one for one in jobs if reference(one) not in compared]
+        if alone:
+            run(folder, 1, alone)
+        run(folder, 4, jobs)
+        done.update(jobs)
         return folder
 
     return train
@@ -226,11 +263,23 @@ def slices(cell: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
 
 #: Jobs with a reference of their own; that of others is named as their first word.
 ALONE = ("vision-encoder", "vision-decoder", "vision-lora", "vision3-lora")
-#: Jobs that go on from a checkpoint of five iterations.
-GO_ON = (
-    *("vision-on", "vision-back", "vision-there", "vision3-on", "vision3e-back", "vision3e-stages"),
-    *("vision-stages-on", "vision-stages-back", "vision-stages-there"),
-)
+#: Jobs that go on from a checkpoint of five iterations, and the job that saved it; ``None``: the reference.
+GO_ON = {
+    "vision-on": "vision",
+    "vision-back": "vision",
+    "vision-there": None,
+    "vision3-on": "vision3",
+    "vision3e-back": "vision3e",
+    "vision3e-stages": None,
+    "vision-stages-on": "vision-first-units",
+    "vision-stages-back": "vision-first-units",
+    "vision-stages-there": None,
+}
+
+
+def reference(job: str) -> str:
+    """Return the name of the model that a job is compared with, as one rank trains it."""
+    return next((one for one in ALONE if job.startswith(one)), job.partition("-")[0])
 
 
 @pytest.mark.parametrize(
@@ -244,8 +293,7 @@ GO_ON = (
 def test_losses_and_weights_are_those_of_one_rank(job: str, trained: Callable[[str], Path]):
     folder = trained(job)
     losses, weights = read(folder, job)
-    reference = next((one for one in ALONE if job.startswith(one)), job.partition("-")[0])
-    true_losses, true_weights = read(folder, f"{reference}-None-alone")
+    true_losses, true_weights = read(folder, f"{reference(job)}-None-alone")
     expected = true_losses[5:10] if job in GO_ON else true_losses
     assert len(true_losses) == 10 + 1  # one of validation
     assert losses == pytest.approx(expected, rel=1e-5)

@@ -26,6 +26,8 @@ from tests.megatron.unit_gradients import PLAIN, ROUNDING, Weight, rows_asked, w
 
 ENTRY = "tests.megatron.unit_gradients"
 EXPERTS = 8
+#: Layers of Megatron Bridge, which `test_bridge_tuning.py` and `test_bridge_models.py` show.
+BRIDGE = ("ParallelLinearAdapter", "Qwen3VLVisionPatchMerger")
 LAYER_NORM = ("--normalization", "LayerNorm")
 NORMED = tuple(word for word in NORMED_LATENT if word != "--disable-bias-linear")
 
@@ -174,9 +176,9 @@ def test_the_table_is_what_two_ranks_show(name: str, is_sequence: bool, compared
 
 
 def test_each_row_is_shown_by_some_model(compared: Compared):
-    """Transformer Engine's rows are shown by `test_te_training.py`, Bridge's by `test_bridge_tuning.py`."""
+    """Transformer Engine's rows are shown by `test_te_training.py`, Bridge's by their own tests."""
     shown = set.union(*(compared(MODELS[name], is_sequence)[1] for name, is_sequence in modes(MODELS)))
-    rows = {row for row in HOLDINGS if not row[1].startswith("te:") and row[0] != "ParallelLinearAdapter"}
+    rows = {row for row in HOLDINGS if not row[1].startswith("te:") and row[0] not in BRIDGE}
     assert shown == rows - {("MoELayer", "router.bias")}
 
 

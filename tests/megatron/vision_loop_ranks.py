@@ -22,6 +22,7 @@ from tests.megatron.own_loop_ranks import end, reference, run
 from megatron.core.models.gpt import GPTModel
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
+from megatron_hexi import api
 from megatron_hexi.api import LoopJob
 from megatron_hexi.runtime.feature_exchange import FeatureExchange
 
@@ -123,7 +124,24 @@ def check_rotation(session: Any, model: Any) -> None:
     torch.testing.assert_close(angles.sin(), sine[0, session.positions[own]])
 
 
+def check_documents(plan: str) -> None:
+    """Compare the features of a rank's rows of packed documents with those of all images."""
+    config, length = own_loop.TransformerConfig(**own_loop.MODEL), own_loop.LENGTH
+    documents = {"dataloader_inter_document_masking": True}
+    session = api.start(plan, api.LoopJob(config, length, 1, 4, documents, images=True))
+    ends, seen = torch.tensor([0, 30, 64, length], dtype=torch.int32), torch.arange(length)[None] % 3 > 0
+    pixels = torch.arange(float(seen.sum()))[:, None] + 1
+    found = session.encode(lambda own, grids: 2 * own, pixels, sizes(len(pixels)), seen, documents=ends)
+    merged, true = (
+        torch.zeros(1, length, 1).masked_scatter(seen[..., None], one) for one in (found, 2 * pixels)
+    )
+    rows = session.shard({"found": merged, "true": true, "cu_seqlens": ends})
+    assert torch.equal(rows["found"], rows["true"])
+    end()
+
+
 def under_plans(out: Path, replicas: str, stages: str) -> None:
+    check_documents(replicas)
     own_loop.forward, own_loop.LoopJob = forward, partial(LoopJob, images=True)
     losses, model, session = own_loop.train(replicas, own_loop_ranks.ITERATIONS, **own_loop_ranks.METHODS)
     own_loop_ranks.save(out, "replicas", losses, model)

@@ -105,9 +105,8 @@ def _with_pieces(original: type) -> type:
             """Run Megatron's `forward`; first receive its input if the rows depend on the documents."""
             session = active_session()
             assert session is not None
-            packed = kwargs.get("packed_seq_params")
-            if packed is not None and session.stages is not None:
-                documents = packed_shard(session, document_ends(packed)).documents
+            documents = packed_shard(session, document_ends(kwargs.get("packed_seq_params"))).documents
+            if documents is not None and session.stages is not None:
                 session.stages.channels.take_documents(documents)
             return super().forward(*inputs, **kwargs)
 

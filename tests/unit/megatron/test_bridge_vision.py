@@ -30,13 +30,16 @@ LACKS = "plan.yaml: the first stage of replicas[{}] has 1 of the {} layers that 
 @pytest.mark.parametrize(
     ("job", "named"),
     [
-        ({"packs": True}, "dataset.enable_in_batch_packing True: "),
         ({"plan": MINISTAGES}, "plan.yaml: its stages run in ministages, which do not run an encoder"),
         ({"plan": STAGES, "further": [0, 1]}, LACKS.format(1, 2)),
         ({"model": {"pipeline_model_parallel_size": 4}, "further": [0, 1, 3]}, LACKS.format(0, 3)),
         ({"model": {"pipeline_model_parallel_size": 2}, "further": [0, 1]}, None),
         ({"plan": STAGES, "further": [5]}, None),
         ({"plan": STAGES}, None),
+        (
+            {"model": {"virtual_pipeline_model_parallel_size": 2}},
+            "model.virtual_pipeline_model_parallel_size 2",
+        ),
     ],
 )
 def test_it_is_refused_by_name(job: dict[str, Any], named: str | None, monkeypatch: pytest.MonkeyPatch):
@@ -45,10 +48,8 @@ def test_it_is_refused_by_name(job: dict[str, Any], named: str | None, monkeypat
     monkeypatch.setattr(bridge_vision, "given_plan", lambda: given)
     vision = {"deepstack_visual_indexes": job["further"]} if "further" in job else {}
     model = {"pipeline_model_parallel_size": 1, "num_layers": 4, "vision_config": SimpleNamespace(**vision)}
-    config = SimpleNamespace(
-        dataset=SimpleNamespace(enable_in_batch_packing=job.get("packs", False)),
-        model=SimpleNamespace(**model | job.get("model", {})),
-    )
+    model |= {"virtual_pipeline_model_parallel_size": None} | job.get("model", {})
+    config = SimpleNamespace(model=SimpleNamespace(**model))
     if named is None:
         bridge_vision.refuse_vision(config)
         return

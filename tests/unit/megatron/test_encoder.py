@@ -38,14 +38,16 @@ def images_of(
     for module in (encoder, feature_exchange):
         monkeypatch.setattr(module.dist, "get_rank", lambda group: rank)
         monkeypatch.setattr(module.dist, "get_world_size", lambda group: len(domain.members))
-    session: Any = SimpleNamespace(
-        domain=domain,
-        attention=SimpleNamespace(domain_group=None),
-        seq_length=LENGTH,
-        samples=samples,
-    )
-    return ImageShares.of(
-        session, torch.tensor([*itertools.chain(*grids)], dtype=torch.int64).view(-1, 3), MERGE, seen(grids)
+    sizes = torch.tensor([*itertools.chain(*grids)], dtype=torch.int64).view(-1, 3)
+    return ImageShares.of(session(domain, samples), sizes, MERGE, seen(grids), None)
+
+
+def session(domain: Domain, samples: slice = slice(None)) -> Any:
+    """Return a rank's session as far as `ImageShares` asks it."""
+    given = SimpleNamespace(plan=SimpleNamespace(rates=None))
+    attention = SimpleNamespace(domain_group=None)
+    return SimpleNamespace(
+        domain=domain, attention=attention, seq_length=LENGTH, samples=samples, given=given
     )
 
 
@@ -107,9 +109,8 @@ def holder(place: int) -> int:
 
 
 def test_images_that_texts_do_not_hold_are_refused(monkeypatch: pytest.MonkeyPatch):
-    session: Any = SimpleNamespace(domain=DOMAIN, attention=None, seq_length=LENGTH, samples=slice(None))
     with pytest.raises(PlanError, match="have 4 features, and its sequences tokens for 1; give sequences"):
-        ImageShares.of(session, torch.tensor([[1, 4, 4]]), MERGE, seen([[[1, 2, 2]]]))
+        ImageShares.of(session(DOMAIN), torch.tensor([[1, 4, 4]]), MERGE, seen([[[1, 2, 2]]]), None)
 
 
 @pytest.mark.parametrize("patches", [None, 1])
