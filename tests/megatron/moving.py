@@ -1,4 +1,4 @@
-"""Our entry point with a planner that moves layers: by the plans of `plans.json`, each in a round of its own.
+"""Our entry point with a planner that moves layers: by the plans of `plans.json`, one a round.
 
 The ranks keep what each round has copied in `kept`, and what they have loaded of it, saved again by the next
 plan, in `again`.
@@ -17,6 +17,7 @@ from megatron.training import get_args, training
 from megatron_hexi import pretrain_gpt
 from megatron_hexi.elastic.copy_files import copy_folder
 from megatron_hexi.elastic.training import copying
+from megatron_hexi.elastic.training.goodput import present_round
 from megatron_hexi.replan.training import replanning
 
 
@@ -24,8 +25,10 @@ class Mover:
     """In place of the planner: wants the plan after the present one, until the last."""
 
     def __init__(self, opening: dict[str, Any]) -> None:
-        plans = json.loads(Path("plans.json").read_text())
-        self._left = plans[plans.index(opening["plan"]) + 1 :]
+        round_ = present_round()
+        assert round_ is not None, "the job is elastic"
+        present, *self._left = json.loads(Path("plans.json").read_text())[round_.number - 1 :]
+        assert opening["plan"] == present
         self._asked: list[dict[str, Any]] = []
 
     def ask(self, document: dict[str, Any]) -> None:
