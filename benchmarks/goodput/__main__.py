@@ -20,9 +20,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
 from benchmarks.goodput.agents import LOST_AFTER_S
 from benchmarks.goodput.failures import draw_failures
@@ -175,12 +177,20 @@ def _survive(measuring: _Measuring, seeds: Iterable[int]) -> int:
     """Run the elastic job once for each seed, and count the failures that it outlives."""
     still, settings = measuring.undisturbed(), measuring.settings()
     outlived = problems = 0
+    regained: dict[str, list[float]] = defaultdict(list)
     for seed in seeds:
         trial = measuring.trial(f"seed-{seed}", is_elastic=True, seed=seed)
         found = [*trial.problems(still, settings), *trial.sample_problems(settings)]
         outlived, problems = outlived + len(trial.blows), problems + len(found)
         told = "; ".join(found) or f"losses within {trial.worst_loss(still):.1e}"
         print(f"seed {seed}: {len(trial.blows)} failures, {outlived} by now; {told}", flush=True)
+        for blow, seconds in zip(trial.blows, trial.regained_s(), strict=True):
+            regained[blow.kind].append(seconds)
+    for kind, took in regained.items():
+        print(
+            f"{kind}: {len(took)} failures; until the next new iteration had ended {median(took):.1f} s in "
+            f"the median, {max(took):.1f} s at most"
+        )
     return 1 if problems else 0
 
 
