@@ -234,11 +234,12 @@ def _version(package: str) -> str | None:
             return str(importlib.import_module("megatron.core.package_info").__version__)
         except (ImportError, AttributeError):
             pass
-    return _distribution_version(package)
+    return distribution_version(package)
 
 
 @functools.cache  # it parses the distribution's metadata, and some hundred patches ask
-def _distribution_version(package: str) -> str | None:
+def distribution_version(package: str) -> str | None:
+    """Return the version of an installed distribution; ``None`` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -53,6 +53,21 @@ def spell_place(place: Place) -> str:
     return text
 
 
+class Dumper(yaml.SafeDumper):
+    """Writes values as people write them: no aliases, and lists without mappings on one line."""
+
+    def represent_sequence(
+        self, tag: str, sequence: Any, flow_style: bool | None = None
+    ) -> yaml.SequenceNode:
+        """Return a list, on one line unless it has mappings."""
+        flow = not any(isinstance(item, dict) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=flow)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Return that each value is written out."""
+        return True
+
+
 def read_yaml(path: str | os.PathLike[str]) -> YamlFile:
     """Return the YAML document of a file."""
     return yaml_from_text(Path(path), read_text(path))

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.yaml_file import Place
+from megatron_hexi.yaml_file import Place, YamlFile
 
 #: Returns a place as text for an error, with file name and line where there is a file.
 Where = Callable[[Place], str]
@@ -80,6 +80,14 @@ def parse[T](kind: TypeAdapter[T], data: Any, where: Where, error: type[HexiErro
             raise error(f"{where(place)} is not a known field; {_nearest(kind, place)}") from None
         here = [problem for problem_place, problem in placed if problem_place == place]
         raise error(f"{where(place)}{_found(problem)} {_said(here)}") from None
+
+
+def parse_file[T](kind: TypeAdapter[T], source: YamlFile, shape: str, error: type[HexiError]) -> T:
+    """Return a YAML document as a type; `shape` is the remedy where it is no mapping."""
+    if not isinstance(source.data, dict):
+        problem = "is empty" if source.data is None else f"holds {short(source.data)}"
+        raise error(f"{source.path}:1: {problem}; {shape}")
+    return parse(kind, source.data, source.where, error)
 
 
 def _nearest(kind: TypeAdapter[Any], place: Place) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -57,7 +59,7 @@ def report(
     planned, run_record = read_plan(plan), read_record(record)
     model_file = PlannedJob(model=model).model_file(planned)
     check_outputs([plan, record, cluster, model_file], [out], None, "HTML")
-    from megatron_hexi.report.run_summary import describe_run, last_start, run_dict
+    from megatron_hexi.report.run_summary import describe_run, last_start
 
     start = last_start(run_record, planned)
     if cluster is None and model is not None:
@@ -75,18 +77,14 @@ def report(
     timeline, simulated_s = None, None
     if job and machines:
         with progress_bar() as progress:
-            simulation = simulator.simulate(
-                planned,
-                job,
-                machines,
-                progress=lambda done, total: progress("replaying", done, total),
-            )
+            replaying = partial(progress, "replaying")
+            simulation = simulator.simulate(planned, job, machines, progress=replaying)
         timeline, simulated_s = draw_timeline(simulation, planned), simulation.iteration_s
     page = run_page(run, planned, _title(plan, job, machines), cost, timeline, simulated_s)
     write_text_atomically(out, page, private=True)  # it names hosts and losses
     say(f"wrote {out}")
     if as_json:
-        print_json({"plan": str(plan), "record": str(record)} | run_dict(run))
+        print_json({"plan": str(plan), "record": str(record)} | asdict(run))
     else:
         print_report(run_report(run))
 

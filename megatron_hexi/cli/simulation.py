@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,12 +84,8 @@ def simulate(
     from megatron_hexi.lab.simulator.timeline import timeline_dict, timeline_report
 
     with progress_bar() as progress:
-        simulation = simulator.simulate(
-            replayed,
-            simulated_job,
-            machines,
-            progress=lambda done, total: progress("replaying", done, total),
-        )
+        replaying = partial(progress, "replaying")
+        simulation = simulator.simulate(replayed, simulated_job, machines, progress=replaying)
     differences = simulator.compare_with_model(simulation, cost)
     drawn = None
     if simulated_job.documents is not None:
@@ -126,7 +123,7 @@ def _play(
     with progress_bar() as progress:
         played = play_scenario(
             *(scenario, events, plan, simulated_job, request, machines),
-            progress=lambda done, total: progress("playing", done, total),
+            progress=partial(progress, "playing"),
         )
     if picture is not None:
         from megatron_hexi.lab.scenario.scenario_picture import draw_scenario

@@ -13,10 +13,10 @@ from pydantic import TypeAdapter
 
 from megatron_hexi.cluster.device import Device
 from megatron_hexi.cluster.entries import Builder, DeviceEntry, Mask, Pass
-from megatron_hexi.cluster.schema import Name, Share, Size, Text, parse_file
+from megatron_hexi.cluster.schema import Name, Share, Size, Text
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.yaml_file import YamlFile, read_yaml
-from megatron_hexi.yaml_schema import Strict
+from megatron_hexi.yaml_schema import Strict, parse_file
 
 DATA = Path(__file__).parent / "data" / "devices.yaml"
 
@@ -72,7 +72,8 @@ def catalog_with(entries: Mapping[str, DeviceEntry], source: YamlFile) -> Mappin
 @functools.cache
 def _load() -> tuple[CatalogFile, Mapping[str, Device]]:
     source = read_yaml(DATA)
-    file = parse_file(TypeAdapter(CatalogFile), source, "a catalogue is a mapping with sources and devices")
+    shape = "a catalogue is a mapping with sources and devices"
+    file = parse_file(TypeAdapter(CatalogFile), source, shape, ClusterError)
     devices: dict[str, Device] = {}
     builder = Builder(
         source, devices, file.attention_half, file.sources, file.layer_share, True, file.call_us

@@ -12,10 +12,10 @@ from pydantic import TypeAdapter
 from megatron_hexi.cluster.catalog import catalog_with
 from megatron_hexi.cluster.check import check_cluster, check_size, with_counted_hosts
 from megatron_hexi.cluster.model import ClusterFile
-from megatron_hexi.cluster.schema import parse_file
 from megatron_hexi.cluster.topology import Cluster, build_cluster
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.yaml_file import YamlFile, read_yaml
+from megatron_hexi.yaml_schema import parse_file
 
 _ADAPTER = TypeAdapter(ClusterFile)
 
@@ -34,7 +34,8 @@ def cluster_from_yaml(source: YamlFile) -> Cluster:
     """Return the cluster in a YAML document. Raises as `read_cluster` does."""
     if isinstance(source.data, dict) and "workload" in source.data and "nodes" not in source.data:
         raise ClusterError(f"{source.path}: is a plan; give the cluster file")
-    file = parse_file(_ADAPTER, source, "a cluster file is a mapping with name, nodes and network")
+    shape = "a cluster file is a mapping with name, nodes and network"
+    file = parse_file(_ADAPTER, source, shape, ClusterError)
     file = with_counted_hosts(file, source)
     check_size(file, source)
     devices = catalog_with(file.devices, source)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, NoReturn
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.yaml_file import Place, YamlFile
-from megatron_hexi.yaml_schema import parse, short
 
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9](\.?[A-Za-z0-9_-]+)*\.?$")]
 Text = Annotated[str, Field(min_length=1, max_length=2000)]
@@ -18,14 +17,6 @@ Latency = Annotated[float, Field(strict=True, ge=0, le=1e7, allow_inf_nan=False)
 Memory = Annotated[float, Field(strict=True, gt=0, le=1e5, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 Size = Annotated[float, Field(strict=True, ge=1, le=2**40, allow_inf_nan=False)]
-
-
-def parse_file[T](kind: TypeAdapter[T], source: YamlFile, shape: str) -> T:
-    """Parse a YAML document into a value of a type."""
-    if not isinstance(source.data, dict):
-        problem = "is empty" if source.data is None else f"holds {short(source.data)}"
-        raise ClusterError(f"{source.path}:1: {problem}; {shape}")
-    return parse(kind, source.data, source.where, ClusterError)
 
 
 def refuse(source: YamlFile, place: Place, problem: str, remedy: str) -> NoReturn:

@@ -87,11 +87,6 @@ class IterationCost:
     host_loads: tuple[HostMemoryUse, ...] = ()
 
     @property
-    def exposed_communication_s(self) -> float:
-        """Exposed communication on the critical path of the iteration, s."""
-        return self.phases.communication
-
-    @property
     def idle_share(self) -> float:
         """Part of the time of all ranks in which they neither compute nor communicate, from 0 to 1."""
         return sum(rank.idle_s for rank in self.ranks) / (len(self.ranks) * self.iteration_s)

@@ -19,6 +19,7 @@ from megatron_hexi.cost.memory import owned_params, part_params, weight_bytes
 from megatron_hexi.cost.model_part import ModelPart, Present
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
+from megatron_hexi.grouping import grouped
 from megatron_hexi.mesh import Bucket, Mesh, Residence, Way, bucket_residence, ministage_passes
 from megatron_hexi.models.job import Job
 
@@ -217,10 +218,8 @@ class _Travel:
             np.stack([hosts.copy_seconds(gpus, column) for column in size.T], axis=1)
             for size in (self._inward, self._outward)
         )
-        ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for rank, unit in enumerate(self._mesh.units):
-            if unit.in_turn:
-                ranks[unit.replica, unit.stage].append(rank)
+        units = enumerate(self._mesh.units)
+        ranks = grouped(((unit.replica, unit.stage), rank) for rank, unit in units if unit.in_turn)
         found = {}
         for stage, own in ranks.items():
             count = len(self._mesh.units[own[0]].ministages or ())

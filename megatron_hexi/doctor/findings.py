@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from megatron_hexi.doctor.facts import Facts, KernelChoice
+from megatron_hexi.grouping import grouped
 from megatron_hexi.spelling import spell_numbers
 
 Severity = Literal["error", "warning", "note"]
@@ -56,18 +57,6 @@ def worst_first(problems: Sequence[Problem]) -> list[Problem]:
 def healthy(problems: Sequence[Problem]) -> bool:
     """Whether no problem is an error."""
     return all(problem.severity != "error" for problem in problems)
-
-
-def grouped[K, V](pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Return the values of each key, keys and values in the order given.
-
-    >>> grouped([("a", 1), ("b", 2), ("a", 3)])
-    {'a': [1, 3], 'b': [2]}
-    """
-    groups: dict[K, list[V]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
 
 
 def values_by_rank(facts: Sequence[Facts], values: Sequence[str]) -> str:

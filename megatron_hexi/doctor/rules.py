@@ -13,7 +13,6 @@ from megatron_hexi.doctor.findings import (
     Problem,
     Severity,
     error,
-    grouped,
     note,
     problem_of,
     spell_places,
@@ -23,6 +22,7 @@ from megatron_hexi.doctor.findings import (
 )
 from megatron_hexi.doctor.rules_communication import COMMUNICATION_RULES, GPU_RULES
 from megatron_hexi.doctor.rules_fleet import FLEET_RULES
+from megatron_hexi.grouping import grouped
 from megatron_hexi.spelling import spell_numbers
 
 _REINSTALL = "pip install --force-reinstall --no-deps"

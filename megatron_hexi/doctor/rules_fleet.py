@@ -9,8 +9,9 @@ from dataclasses import replace
 from packaging.version import Version
 
 from megatron_hexi.doctor.facts import Facts, InfinibandPort, Interface
-from megatron_hexi.doctor.findings import Problem, error, grouped, values_by_rank, warning
+from megatron_hexi.doctor.findings import Problem, error, values_by_rank, warning
 from megatron_hexi.doctor.rules_communication import as_nccl
+from megatron_hexi.grouping import grouped
 
 #: Interfaces of containers and virtual machines: they exist on every host and connect none.
 _VIRTUAL = ("br-", "cali", "cni", "docker", "flannel", "lo", "podman", "tun", "veth", "virbr", "weave")

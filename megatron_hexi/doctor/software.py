@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import itertools
 import re
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 from megatron_hexi.doctor.facts import Driver, Gpu, KernelChoice, Package, PatchState, Torch
 from megatron_hexi.errors import PatchError
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import Patch, distribution_version
 
 _OURS = "megatron-hexi"
 
@@ -47,9 +47,9 @@ def find_packages() -> tuple[Package, ...]:
     needed = _needs()
     further = [name for name in needed if name not in _IMPORTED]
     return (
-        Package(_OURS, _version(_OURS)),
+        Package(_OURS, distribution_version(_OURS)),
         *(_imported(name, needed.get(name)) for name in _IMPORTED),
-        *(Package(name, _version(name), needed[name]) for name in further),
+        *(Package(name, distribution_version(name), needed[name]) for name in further),
     )
 
 
@@ -128,7 +128,7 @@ def _needs() -> dict[str, str]:
 
 def _imported(name: str, needs: str | None) -> Package:
     distributions, module_name = _IMPORTED[name]
-    installed = next(filter(None, map(_version, distributions)), None)
+    installed = next(filter(None, map(distribution_version, distributions)), None)
     if not _is_there(module_name):
         return Package(name, None, needs)
     try:
@@ -161,13 +161,6 @@ def _own_version(module: ModuleType) -> str | None:
         with contextlib.suppress(InvalidVersion):
             return Version(str(stated)).public
     return str(stated)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 #: Common head sizes; others behave as the next larger one of these.

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.errors import HexiError
+from megatron_hexi.grouping import grouped
 from megatron_hexi.kubernetes.settings import FOLDER, MAX_NAME, Settings
 from megatron_hexi.kubernetes.start import Command
 from megatron_hexi.plan import Plan
@@ -155,10 +156,8 @@ def _kinds(
     cluster: Cluster, used: Mapping[int, int], settings: Settings, others: Sequence[PodKind] = ()
 ) -> tuple[PodKind, ...]:
     """Return the kinds of pods: one for all nodes of an entry of which equally many GPUs are used."""
-    alike: dict[tuple[str, int], list[int]] = {}
     entries = [entry for entry in cluster.file.nodes for _ in range(entry.count)]
-    for node in sorted(used):
-        alike.setdefault((entries[node].name, used[node]), []).append(node)
+    alike = grouped(((entries[node].name, used[node]), node) for node in sorted(used))
     kinds_of = Counter(entry for entry, _ in alike)
     kinds: list[PodKind] = []
     for (entry, gpus), nodes in alike.items():

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_hexi.errors import PlanError
+from megatron_hexi.grouping import grouped
 from megatron_hexi.plan.model import Range
 
 #: A part of a weight: one range for each axis of the weight.
@@ -86,10 +87,7 @@ def cut_pieces(boxes: Sequence[Sequence[Box]]) -> tuple[Piece, ...]:
         PlanError: a rank holds a part of a weight twice, ranks disagree on a weight's shape, or no rank holds
             some part; the message names the weight and the ranks.
     """
-    by_key: dict[str, list[tuple[int, Box]]] = {}
-    for rank, rank_boxes in enumerate(boxes):
-        for box in rank_boxes:
-            by_key.setdefault(box.key, []).append((rank, box))
+    by_key = grouped((box.key, (rank, box)) for rank, own in enumerate(boxes) for box in own)
     pieces = [piece for key in sorted(by_key) for piece in _cut_weight(key, by_key[key])]
     return tuple(sorted(pieces, key=lambda piece: (-piece.depth, piece.key, piece.cell)))
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_hexi.grouping import grouped
 from megatron_hexi.mesh.pieces import Cell, MinistageId, Piece, cell_size
 from megatron_hexi.plan.model import Range
 
@@ -94,9 +95,7 @@ def make_buckets(
         bucket_size: number of elements after which a bucket is closed; ``None``: one bucket for each set of
             holders and ministages.
     """
-    by_use: dict[tuple[tuple[int, ...], tuple[MinistageId | None, ...]], list[Piece]] = {}
-    for piece in pieces:
-        by_use.setdefault((piece.holders, piece.used_in), []).append(piece)
+    by_use = grouped(((piece.holders, piece.used_in), piece) for piece in pieces)
     owned = {holders: dict.fromkeys(holders, 0) for holders, _ in by_use}
     buckets = []
     for (holders, _), pieces_of_use in by_use.items():

@@ -21,7 +21,7 @@ from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.check import check_plan
 from megatron_hexi.plan.model import FORMAT_VERSION, Plan
 from megatron_hexi.text_file import write_text_atomically
-from megatron_hexi.yaml_file import Place, YamlFile, read_yaml, spell_place
+from megatron_hexi.yaml_file import Dumper, Place, YamlFile, read_yaml, spell_place
 from megatron_hexi.yaml_schema import Where, parse, short
 
 _ADAPTER = TypeAdapter(Plan)
@@ -142,21 +142,12 @@ def _without_none(value: Any) -> Any:
 _ONE_LINE = ("ranks", "window")
 
 
-class _PlanDumper(yaml.SafeDumper):
-    """A YAML dumper that writes block style, but short mappings and lists in flow style."""
+class _PlanDumper(Dumper):
+    """A YAML dumper that writes short mappings on one line, too."""
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
         flow = isinstance(mapping, dict) and not mapping.keys().isdisjoint(_ONE_LINE)
         return super().represent_mapping(tag, mapping, flow_style=flow)
-
-    def represent_sequence(
-        self, tag: str, sequence: Any, flow_style: bool | None = None
-    ) -> yaml.SequenceNode:
-        flow = all(not isinstance(item, dict) for item in sequence)
-        return super().represent_sequence(tag, sequence, flow_style=flow)
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
 
 
 #: Fields of the short form.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 
+from megatron_hexi.grouping import grouped
 from megatron_hexi.probe.document import Series
 from megatron_hexi.probe.nodes import NodeFound
 
@@ -45,10 +46,9 @@ def merge(name: str, nodes: Mapping[int, NodeFound], curves: Mapping[str, Series
     reference = sorted(nodes, key=lambda n: (pace[n], -n))[len(nodes) // 2]
     ratios = {n: _ratio(node_rates, by_node[reference]) for n, node_rates in by_node.items()}
     speeds = {n: ratio if abs(ratio - 1) > STRAGGLER else 1.0 for n, ratio in ratios.items()}
-    level: dict[Point, list[float]] = {}
-    for n, node_rates in by_node.items():
-        for point, rate in node_rates.items():
-            level.setdefault(point, []).append(rate / speeds[n])
+    level = grouped(
+        (point, rate / speeds[n]) for n, node_rates in by_node.items() for point, rate in node_rates.items()
+    )
     curve: dict[str, dict[int, float]] = {}
     for (kind, size), values in sorted(level.items()):
         curve.setdefault(kind, {})[size] = median(values)

@@ -16,7 +16,7 @@ from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.probe.document import Between, Inside, Measurement, TransferTimes
 from megatron_hexi.probe.nodes import NodeFound
 from megatron_hexi.text_file import write_text_atomically
-from megatron_hexi.yaml_file import yaml_from_text
+from megatron_hexi.yaml_file import Dumper, yaml_from_text
 
 #: The largest sizes are used: small ones tell of latency, buffers and bursts.
 _LARGEST = 3
@@ -240,20 +240,11 @@ def write_cluster(
     return cluster, comments
 
 
-class _ClusterDumper(yaml.SafeDumper):
-    """Dumps blocks at the top, and flow style for a node, a link, a curve and lists: as people write them."""
+class _ClusterDumper(Dumper):
+    """A YAML dumper that writes a node, a link and a curve on one line, too."""
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
         flow = "points" in mapping or not any(
             isinstance(value, dict) and key not in ("intra", "host") for key, value in mapping.items()
         )
         return super().represent_mapping(tag, mapping, flow_style=flow)
-
-    def represent_sequence(
-        self, tag: str, sequence: Any, flow_style: bool | None = None
-    ) -> yaml.SequenceNode:
-        flow = not any(isinstance(item, dict) for item in sequence)
-        return super().represent_sequence(tag, sequence, flow_style=flow)
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True

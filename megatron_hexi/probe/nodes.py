@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron_hexi.cluster import catalog
 from megatron_hexi.errors import HexiError
+from megatron_hexi.grouping import grouped
 from megatron_hexi.probe.document import HostCards, RankInfo
 from megatron_hexi.spelling import first_few
 
@@ -55,9 +56,7 @@ class NodeFound:
 
 def find_nodes(ranks: Sequence[RankInfo]) -> tuple[NodeFound, ...]:
     """Return the nodes in rank order."""
-    members: dict[tuple[str, str], list[int]] = {}
-    for rank, info in enumerate(ranks):
-        members.setdefault((info.host, info.group), []).append(rank)
+    members = grouped(((info.host, info.group), rank) for rank, info in enumerate(ranks))
     for (host, group), node_ranks in members.items():
         if node_ranks[-1] - node_ranks[0] + 1 != len(node_ranks):
             raise HexiError(

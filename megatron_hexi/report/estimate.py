@@ -74,7 +74,7 @@ def estimate_dict(cost: IterationCost, job: Job) -> dict[str, Any]:
         "tokens_per_s": cost.tokens_per_s,
         **cost.throughput.facts,
         "ceiling_tokens_per_s": cost.ceiling_tokens_per_s,
-        "exposed_communication_s": cost.exposed_communication_s,
+        "exposed_communication_s": cost.phases.communication,
         "idle_share": cost.idle_share,
         "phases_s": cost.phases.by_name,
         "paces": [vars(pace) for pace in cost.paces],
@@ -138,7 +138,7 @@ def _headline(cost: IterationCost) -> str:
     return (
         f"predicted: {spell_seconds(cost.iteration_s)} s per iteration, {cost.tokens_per_s:,.0f} tokens/s "
         f"({spell_throughput(cost.throughput)}; {share:.0%} of the ceiling), "
-        f"{spell_seconds(cost.exposed_communication_s)} s of exposed "
+        f"{spell_seconds(cost.phases.communication)} s of exposed "
         f"communication, ranks idle {cost.idle_share:.1%} of the time"
     )
 

@@ -19,6 +19,7 @@ from megatron_hexi.argument_file import without_flags
 from megatron_hexi.cluster import Cluster, NodeEntry
 from megatron_hexi.cost import shipped_kernels
 from megatron_hexi.errors import HexiError
+from megatron_hexi.grouping import grouped
 from megatron_hexi.options.job_terms import replaced_flags
 from megatron_hexi.options.layer_features import resolve
 from megatron_hexi.options.parser import parse_words
@@ -268,10 +269,7 @@ def _components(agents: Sequence[Agent]) -> Iterator[tuple[str, int, int]]:
     Nodes with hosts in the cluster file are selected by host, grouped by their number of GPUs.
     """
     used = {agent.node: agent.entry for agent in agents}
-    named: dict[int, list[str]] = {}
-    for host, entry in used.items():
-        if entry.hosts:
-            named.setdefault(entry.gpus, []).append(host)
+    named = grouped((entry.gpus, host) for host, entry in used.items() if entry.hosts)
     for gpus, hosts in named.items():
         yield f"--nodelist={shlex.quote(','.join(hosts))}", len(hosts), gpus
     unnamed = [entry for entry in used.values() if not entry.hosts]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -18,7 +17,7 @@ from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.units import job_ranks, unit_rows
 from megatron_hexi.record import Interval, Leg, Record, Round, Start
-from megatron_hexi.report.tables import Report
+from megatron_hexi.report.tables import Report, make_table
 from megatron_hexi.spelling import first_few, spell_seconds
 
 #: Shown characters of a digest, as in tables of plans.
@@ -166,11 +165,6 @@ def describe_run(record: Record, plan: Plan, cost: IterationCost | None = None) 
         expert_imbalance=loads,
         assumed_imbalance=None if loads is None else assumed,
     )
-
-
-def run_dict(run: Run) -> dict[str, Any]:
-    """Return everything on the page as plain values."""
-    return dataclasses.asdict(run)
 
 
 def _timed(legs: Sequence[Leg]) -> list[Interval]:
@@ -336,11 +330,9 @@ def run_report(run: Run) -> Report:
 def run_table(run: Run) -> Table:
     """Return a table of each rank's time and memory, with predictions where there are any."""
     predicted = any(rank.predicted_gib is not None for rank in run.ranks)
-    table = Table(caption=_CAPTION, caption_justify="left")
-    for name in ("rank", "device", "busy", "waiting", "idle share", "GiB"):
-        table.add_column(name, justify="left" if name == "device" else "right")
-        if predicted and name in ("busy", "waiting", "GiB"):
-            table.add_column("predicted", justify="right")
+    beside = ["predicted"] * predicted
+    columns = ("rank", "device", "busy", *beside, "waiting", *beside, "idle share", "GiB", *beside)
+    table = make_table(columns, ("device",), _CAPTION)
     for rank in run.ranks:
         pairs = (
             (spell_seconds(rank.busy_s), spell_seconds(rank.predicted_busy_s)),

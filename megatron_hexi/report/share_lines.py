@@ -11,6 +11,7 @@ from rich.text import Text
 
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import IterationCost, RankCost
+from megatron_hexi.grouping import grouped
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Group, Member, Plan, Replica, Stage
 from megatron_hexi.plan.recompute import Again, Recompute, of_layer, spell_recompute
@@ -100,10 +101,7 @@ class _RankFacts:
     @classmethod
     def of(cls, plan: Plan, cost: IterationCost, cluster: Cluster) -> _RankFacts:
         lead = [member.lead for member in plan.members]
-        ranks: dict[int, list[RankCost]] = {}
-        for rank in cost.ranks:
-            ranks.setdefault(lead[rank.unit], []).append(rank)
-        return cls(ranks, _models(cluster))
+        return cls(grouped((lead[rank.unit], rank) for rank in cost.ranks), _models(cluster))
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,14 +240,10 @@ def spell_recomputed(plan: Plan, job: Job) -> str:
 
 def spell_layout(shares: Sequence[ShareLine]) -> str:
     """Return the shares in a sentence: ``8 x H100 (61% of tokens, 4 heads each) + 8 x A100 (…)``."""
-    sets: dict[tuple[int, ...], list[ShareLine]] = {}
-    for share in shares:
-        sets.setdefault(share.replicas, []).append(share)
+    sets = grouped((share.replicas, share) for share in shares)
     spelt = []
     for replicas, same in sets.items():
-        stages: dict[tuple[int, ...], list[ShareLine]] = {}
-        for share in same:
-            stages.setdefault(share.stages, []).append(share)
+        stages = grouped((share.stages, share) for share in same)
         whole = " | ".join(_spell_stage(of_stage) for of_stage in stages.values())
         if len(sets) > 1:
             turns, suffix = same[0].micro_batches, " each" if len(replicas) > 1 else ""
@@ -301,11 +295,8 @@ def _models(cluster: Cluster) -> list[int]:
 
 
 def _kinds(group: Group, facts: _RankFacts) -> _Kinds:
-    members_of: dict[tuple[int, ...], list[Member]] = {}
-    for member in group.members:
-        members_of.setdefault(tuple(facts.models[rank.gpu] for rank in facts.ranks[member.lead]), []).append(
-            member
-        )
+    models = (tuple(facts.models[rank.gpu] for rank in facts.ranks[one.lead]) for one in group.members)
+    members_of = grouped(zip(models, group.members, strict=True))
     kinds = []
     for model, members in members_of.items():
         devices = dict.fromkeys(rank.device for rank in facts.ranks[members[0].lead])

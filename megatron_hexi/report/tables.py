@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_hexi.cluster import Curve, Device
+from megatron_hexi.grouping import grouped
 from megatron_hexi.models import Model
 from megatron_hexi.plan import Estimate, JobTerms, Plan, Provenance, Traffic, Workload
 from megatron_hexi.plan.recompute import spell_recompute
@@ -112,7 +113,9 @@ def units_table(plan: Plan, rows: Sequence[UnitSummary]) -> Table:
             "replica": str(row.replica),
             "stage": str(row.stage),
             "layers": ", ".join(map(spell_range, row.layer_ranges)),
-            "ministages": "" if row.ministages is None else _spell_ministages(row),
+            "ministages": ""
+            if row.ministages is None
+            else ", ".join(filter(None, (str(len(row.ministages)), row.order))),
             "offload": ", ".join(row.offload or ()),
             "recompute": "" if row.recompute is None else spell_recompute(row.recompute),
             "rank": spell_range((row.ranks[0], row.ranks[-1] + 1)),
@@ -142,10 +145,6 @@ def against_table(against: Mapping[str, float], tokens_per_s: float | None) -> T
         ratio = [] if tokens_per_s is None else [f"{tokens_per_s / rate:.2f}x" if rate else "-"]
         table.add_row(Text(name), f"{rate:,.0f}", *ratio)
     return table
-
-
-def _spell_ministages(row: UnitSummary) -> str:
-    return ", ".join(filter(None, (str(len(row.ministages or ())), row.order)))
 
 
 def _both_ways(forward: Traffic, backward: Traffic, name: str) -> str:
@@ -302,9 +301,7 @@ def _size(size: int) -> str:
 
 def _sources(device: Device) -> list[str]:
     """Return a line for each source, with its curves; a kernel's name stands for its four curves."""
-    names: dict[tuple[bool, str], list[str]] = {}
-    for name, curve in device.curves.items():
-        names.setdefault((curve.estimate, curve.source), []).append(name)
+    names = grouped(((curve.estimate, curve.source), name) for name, curve in device.curves.items())
     lines = []
     for (estimate, source), curves in names.items():
         for attention in device.attentions:

@@ -13,10 +13,11 @@ import numpy as np
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Timing
 from megatron_hexi.cost.memory import GIB
+from megatron_hexi.grouping import grouped
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.recompute import spell_recompute
-from megatron_hexi.plan.units import DomainRow, domain_rows, rank_gpus
+from megatron_hexi.plan.units import domain_rows, rank_gpus
 from megatron_hexi.planner.features import forbidden_by, means_of
 from megatron_hexi.report.planned import layout_line
 
@@ -120,9 +121,8 @@ class TriedPlans:
 def _spell_stages(plan: Plan, job: Job, cluster: Cluster) -> str:
     """Return the stages of each kind of replica: layers, GPUs, TP size, recomputation, offload."""
     gpus = rank_gpus(plan, len(cluster.ranks))
-    stages: dict[tuple[int, int], list[DomainRow]] = {}
-    for row in domain_rows(plan, job.micro_batch_size, job.pipeline_parallel, job.model.layers):
-        stages.setdefault((row.replica, row.stage), []).append(row)
+    all_rows = domain_rows(plan, job.micro_batch_size, job.pipeline_parallel, job.model.layers)
+    stages = grouped(((row.replica, row.stage), row) for row in all_rows)
     replicas: dict[int, list[str]] = {}
     for (replica, _), rows in stages.items():
         first, layers = rows[0], rows[0].layers or (0, 0)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_hexi.grouping import grouped
 from megatron_hexi.mesh import (
     Bucket,
     Cell,
@@ -124,9 +125,7 @@ class PieceBuffers:
         self.is_last_microbatch = True
         #: Parameters whose gradients a later backward pass of another part of the model completes.
         self.unfinished: frozenset[Parameter] = frozenset()
-        self._by_key: dict[str, list[HeldBox]] = {}
-        for box in boxes:
-            self._by_key.setdefault(box.box.key, []).append(box)
+        self._by_key = grouped((box.box.key, box) for box in boxes)
         groups = [
             group_of(bucket.holders) for bucket in buckets
         ]  # by all ranks, also without a part of the bucket
@@ -146,10 +145,11 @@ class PieceBuffers:
         # Buckets whose holders are in step are gathered with their ministage.
         kept_whole = [buffer for buffer in self.buckets if buffer.residence.whole]
         self._broadcast = ValueBroadcast(kept_whole, self._renew)
-        by_number: dict[int, list[BucketBuffer]] = {}
-        for buffer in self.buckets:
-            if buffer.residence.ministage is not None:
-                by_number.setdefault(buffer.residence.ministage, []).append(buffer)
+        by_number = grouped(
+            (buffer.residence.ministage, buffer)
+            for buffer in self.buckets
+            if buffer.residence.ministage is not None
+        )
         # A parameter that lies in several buckets has memory of its own.
         apart = {box.parameter for buffer in self._staying for box, _, _ in buffer.copied}
         # In the same order on all ranks, as each group's collectives must be.

@@ -16,7 +16,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.errors import HexiError
 from megatron_hexi.lab.scenario.scenario_model import Scenario
 from megatron_hexi.yaml_file import Place, YamlFile, read_yaml
-from megatron_hexi.yaml_schema import parse, short
+from megatron_hexi.yaml_schema import parse_file, short
 
 EventKind = Literal["throttled", "congested", "lost"]
 #: Most events; more come from a mean time in the wrong unit.
@@ -227,8 +227,6 @@ def read_scenario(path: str | os.PathLike[str], cluster: Cluster) -> tuple[Scena
             line, place, value and remedy.
     """
     source = read_yaml(path)
-    if not isinstance(source.data, dict):
-        content = "is empty" if source.data is None else f"holds {short(source.data)}"
-        raise HexiError(f"{source.path}:1: {content}; a scenario is a mapping with lasts and events")
-    scenario = parse(_ADAPTER, source.data, source.where, HexiError)
+    shape = "a scenario is a mapping with lasts and events"
+    scenario = parse_file(_ADAPTER, source, shape, HexiError)
     return scenario, find_events(scenario, cluster, source)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Ints
+from megatron_hexi.grouping import grouped
 from megatron_hexi.lab.simulator.replay import Replay, SectionReplay, last_laps
 from megatron_hexi.lab.simulator.simulation import Findings, Meeting, Scattering
 from megatron_hexi.lab.simulator.unit_program import FINISH, READY
@@ -65,10 +64,10 @@ def _spread(replay: SectionReplay, point: int, inside: bool) -> float:
     The largest over layer passes: between members of a group if `inside`, else between groups of a replica.
     """
     plan, durations = replay.plan, replay.durations()
-    parts: dict[int, list[Ints]] = defaultdict(list)
-    for group in np.flatnonzero(plan.group_tokens).tolist():
-        members = np.flatnonzero(plan.group == group)
-        parts[group if inside else int(plan.replica[group])].append(members)
+    parts = grouped(
+        (group if inside else int(plan.replica[group]), np.flatnonzero(plan.group == group))
+        for group in np.flatnonzero(plan.group_tokens).tolist()
+    )
     largest = 0.0
     for number in last_laps(replay.laps, "forward") + last_laps(replay.laps, "backward"):
         marks = replay.marks[number, point]

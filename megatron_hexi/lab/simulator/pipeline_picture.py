@@ -10,6 +10,7 @@ from matplotlib.figure import SubFigure
 from matplotlib.patches import Patch
 
 from megatron_hexi.cost.pipeline import PassSpan
+from megatron_hexi.grouping import grouped
 from megatron_hexi.lab.simulator import Simulation
 from megatron_hexi.plan import Plan
 from megatron_hexi.report.labels import BarLabel, every_nth, wrap
@@ -57,9 +58,7 @@ def pipeline_rows(simulation: Simulation) -> list[PipelineRow]:
         alike.setdefault(look, []).append(replica)
     rows = []
     for replicas in alike.values():
-        spans_of: dict[tuple[int, int], list[PassSpan]] = {}
-        for span in simulation.pipeline[replicas[0]]:
-            spans_of.setdefault((span.stage, span.lane), []).append(span)
+        spans_of = grouped(((span.stage, span.lane), span) for span in simulation.pipeline[replicas[0]])
         rows += [
             PipelineRow(tuple(replicas), *place, tuple(sorted(spans, key=lambda span: span.start_s)))
             for place, spans in sorted(spans_of.items())
@@ -113,9 +112,7 @@ _Bars = dict[str, list[tuple[float, float, int | None]]]
 
 def _bars(row: PipelineRow, simulation: Simulation) -> _Bars:
     """Return the bars of a stage by kind; the last ends with the iteration."""
-    bars: _Bars = {}
-    for span in row.spans:
-        bars.setdefault(span.way, []).append((span.start_s, span.end_s, span.micro_batch))
+    bars: _Bars = grouped((span.way, (span.start_s, span.end_s, span.micro_batch)) for span in row.spans)
     last = max(span.end_s for span in row.spans)
     start = max(last, simulation.iteration_s - simulation.once[row.replicas[0], row.stage].total)
     if start < simulation.iteration_s:

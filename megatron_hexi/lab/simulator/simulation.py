@@ -162,8 +162,3 @@ class Simulation:
     def idle_share(self) -> float:
         """Part of all ranks' time in which they neither compute nor communicate."""
         return sum(rank.idle_share for rank in self.ranks) / len(self.ranks)
-
-    @property
-    def exposed_communication_s(self) -> float:
-        """Seconds of communication on the critical path that no work hides."""
-        return self.phases.communication

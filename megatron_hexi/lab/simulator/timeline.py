@@ -101,7 +101,7 @@ def timeline_dict(
         "tokens_per_s": simulation.tokens_per_s,
         **cost.throughput.at(simulation.tokens_per_s).facts,
         "idle_share": simulation.idle_share,
-        "exposed_communication_s": simulation.exposed_communication_s,
+        "exposed_communication_s": simulation.phases.communication,
         "phases_s": simulation.phases.by_name,
         "model_iteration_s": cost.iteration_s,
         "replayed_layers": simulation.layers,
@@ -127,7 +127,7 @@ def _headline(simulation: Simulation, cost: IterationCost) -> str:
         f"simulated: {spell_seconds(simulation.iteration_s)} s per iteration ({apart:+.1%} against the cost "
         f"model), {simulation.tokens_per_s:,.0f} tokens/s "
         f"({spell_throughput(cost.throughput.at(simulation.tokens_per_s))}), "
-        f"{spell_seconds(simulation.exposed_communication_s)} s of exposed communication, "
+        f"{spell_seconds(simulation.phases.communication)} s of exposed communication, "
         f"ranks idle {simulation.idle_share:.1%} of the time"
     )
 

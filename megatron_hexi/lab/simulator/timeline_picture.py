@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 
+from megatron_hexi.grouping import grouped
 from megatron_hexi.lab.simulator import RankTimeline, Simulation, Span
 from megatron_hexi.lab.simulator.pipeline_picture import (
     draw_pipeline,
@@ -217,18 +218,14 @@ def _heading(rank: RankTimeline, replica: int, has_replicas: bool, has_stages: b
 
 def _rows(simulation: Simulation, panels: Sequence[_Panel], plan: Plan | None) -> list[_Row]:
     """Return a row for each unit; by replica and stage where the plan is given."""
-    units: dict[tuple[int, int], list[RankTimeline]] = {}
-    for rank in simulation.ranks:
-        units.setdefault((rank.stage, rank.unit), []).append(rank)
+    units = grouped(((rank.stage, rank.unit), rank) for rank in simulation.ranks)
     replica_of = replicas_of_units(plan)
     stages: dict[int, set[int]] = {}
     if plan is not None:
         for stage, unit in units:
             stages.setdefault(replica_of[unit], set()).add(stage)
         units = dict(sorted(units.items(), key=lambda item: (replica_of[item[0][1]], item[0][0])))
-    by_rank: dict[int, list[Span]] = {}
-    for span in simulation.spans:
-        by_rank.setdefault(span.rank, []).append(span)
+    by_rank = grouped((span.rank, span) for span in simulation.spans)
 
     def inside(first: RankTimeline) -> tuple[tuple[Span, ...], ...]:
         spans = by_rank.get(first.rank, [])

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 
 from megatron_hexi.cluster import Cluster
+from megatron_hexi.grouping import grouped
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.baselines.flags import FlagLayout
 from megatron_hexi.planner.fleet.units import Fleet
@@ -160,7 +161,8 @@ def _proportional(
     speed = [fleet.kinds[unit.kind].tokens_per_s for unit in fleet.units]
     tokens = _tokens(fleet, deal, speed)
     cuts = [([groups(replica, degree, False) for replica in deal], "") for degree in degrees]
-    by_site = [_by_site(fleet, replica) for replica in deal]
+    of_sites = (grouped((fleet.units[unit].site, unit) for unit in replica).values() for replica in deal)
+    by_site: list[list[Order]] = [list(map(tuple, own)) for own in of_sites]
     if fleet.job.model.state is None or all(len(groups) == 1 for groups in by_site):
         cuts.append((by_site, "one group a machine"))
 
@@ -189,13 +191,6 @@ def _tokens(fleet: Fleet, deal: ReplicaUnits, weights: Sequence[float]) -> list[
 
 def _equal_heads(heads: int, units: tuple[int, ...]) -> tuple[int, ...]:
     return (heads // len(units),) * len(units)
-
-
-def _by_site(fleet: Fleet, replica: Order) -> list[Order]:
-    sites: dict[int, list[int]] = {}
-    for unit in replica:
-        sites.setdefault(fleet.units[unit].site, []).append(unit)
-    return [tuple(units) for units in sites.values()]
 
 
 def _assemble(
@@ -283,10 +278,11 @@ def nodes_of_one_model(cluster: Cluster) -> list[tuple[int, ...]]:
 
     Users leave out a node with fewer GPUs if it would limit the tensor-parallel size of the other nodes.
     """
-    sets: dict[tuple[int, ...], list[int]] = {}
-    for number, node in enumerate(cluster.nodes):
-        for key in ((id(node.device),), (id(node.device), len(node.ranks))):
-            sets.setdefault(key, []).append(number)
+    sets = grouped(
+        (key, number)
+        for number, node in enumerate(cluster.nodes)
+        for key in ((id(node.device),), (id(node.device), len(node.ranks)))
+    )
     return list(dict.fromkeys(map(tuple, sets.values())))
 
 

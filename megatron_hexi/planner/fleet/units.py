@@ -7,7 +7,6 @@ then by what surrounds them), so that the order of a cluster file's entries does
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +16,7 @@ from megatron_hexi.cost import ceiling_tokens_per_s
 from megatron_hexi.cost.fp8 import has_fp8
 from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.errors import ClusterError
+from megatron_hexi.grouping import grouped
 from megatron_hexi.models import Job
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.terms import fp8_row_multiple
@@ -96,9 +96,7 @@ class Fleet:
     @cached_property
     def sites(self) -> tuple[tuple[int, ...], ...]:
         """Units of each site, numbered in this fleet, in canonical order."""
-        sites: dict[int, list[int]] = {}
-        for number, unit in enumerate(self.units):
-            sites.setdefault(unit.site, []).append(number)
+        sites = grouped((unit.site, number) for number, unit in enumerate(self.units))
         return tuple(map(tuple, sites.values()))
 
     @cached_property
@@ -187,9 +185,8 @@ def _runs[T](things: Sequence[T], size: int) -> list[tuple[T, ...]]:
 
 def _stacks(job: Job, cluster: Cluster, runs: list[list[tuple[int, ...]]]) -> list[_Stack]:
     stages = job.pipeline_parallel
-    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, node in enumerate(cluster.nodes):
-        alike[id(node.device), len(runs[number])].append(number)
+    numbers = enumerate(cluster.nodes)
+    alike = grouped(((id(node.device), len(runs[number])), number) for number, node in numbers)
     stacks: list[_Stack] = []
     rest: list[tuple[int, ...]] = []
     for nodes in alike.values():
@@ -229,9 +226,7 @@ def _in_canonical_order(
 ) -> tuple[FleetUnit, ...]:
     """Return units by site; sites are sorted by kind, size and surroundings, ties as in the file."""
     number_of_kind = {key: number for number, key in enumerate(kinds)}
-    sites: dict[tuple[int, ...], list[_Stack]] = defaultdict(list)
-    for stack in stacks:
-        sites[tuple(cluster.ranks[part[0]].node for part in stack)].append(stack)
+    sites = grouped((tuple(cluster.ranks[part[0]].node for part in stack), stack) for stack in stacks)
 
     def site_key(nodes: tuple[int, ...]) -> tuple[float, ...]:
         """Return a site's kind, size and links, inside and to other nodes."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron_hexi.grouping import grouped
 from megatron_hexi.planner.joint.assembly import Assembly
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.packing import Packed, pack
@@ -194,11 +195,9 @@ def _is_even(column: Column) -> bool:
 
 def _alike(columns: list[Column]) -> list[list[Column]]:
     """Return the columns with several stages, grouped by the layers of their stages."""
-    by_layers: dict[tuple[int, ...], list[Column]] = {}
-    for column in columns:
-        if len(column.pipe.stages) > 1:
-            by_layers.setdefault(tuple(stage.layers for stage in column.pipe.stages), []).append(column)
-    return list(by_layers.values())
+    staged = [column for column in columns if len(column.pipe.stages) > 1]
+    layers = (tuple(stage.layers for stage in column.pipe.stages) for column in staged)
+    return list(grouped(zip(layers, staged, strict=True)).values())
 
 
 def _best(part: ReplicaColumns, columns: list[Column], replicas: range, most_s: float) -> Iterator[Packed]:

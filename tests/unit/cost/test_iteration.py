@@ -52,7 +52,7 @@ def test_one_gpu_is_the_sum_of_its_work():
     expected = 3 * (2 * (both(token) + 4 * both(own)) + both(logits)) + step
     assert cost.iteration_s == pytest.approx(expected)
     assert cost.tokens_per_s == pytest.approx(3 * 4096 / expected)
-    assert cost.exposed_communication_s == 0
+    assert cost.phases.communication == 0
     assert cost.idle_share == pytest.approx(0, abs=1e-12)
 
 

@@ -149,7 +149,7 @@ def test_a_single_gpu_is_the_model_s():
     plan = proportional_plan(job.workload(), [[[1.0]]])
     found = simulate(plan, job, known)
     assert found.iteration_s == pytest.approx(estimate(plan, job, known).iteration_s)
-    assert found.exposed_communication_s == pytest.approx(0, abs=1e-15)
+    assert found.phases.communication == pytest.approx(0, abs=1e-15)
     assert found.links == ()
     assert found.idle_share == pytest.approx(0, abs=1e-12)
 
