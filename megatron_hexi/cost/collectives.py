@@ -79,16 +79,6 @@ def tensor_parallel_seconds(
     return np.where(rows > 0, 2 * (tp - 1) / tp * size / bandwidth + 2 * (tp - 1) * latency, 0.0)
 
 
-def loss_sum_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: Floats) -> Floats:
-    """Return the seconds of the tensor-parallel collectives of the last stage outside its layers, [U].
-
-    One is for the loss. A block of multi-token prediction has one for its own loss, two for the input of its
-    projection, which is 2 h wide, and one for the projection's output, which Megatron gathers. For the
-    arguments see `tensor_parallel_seconds`.
-    """
-    return (1 + 4 * job.model.mtp_layers) * tensor_parallel_seconds(job, rows, bandwidth, latency)
-
-
 def pipeline_seconds(links: LinkTable, job: Job, rows: Floats, gpus: Ints, following: Ints) -> float:
     """Return the seconds of a micro-batch's activations from a stage to the next, or of the gradients back.
 

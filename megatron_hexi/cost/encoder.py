@@ -8,21 +8,61 @@ features travel to the owners of their rows, which are taken to be spread evenly
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cluster import PassCurves
-from megatron_hexi.cost.arrays import Counts, Floats, Ints
+from megatron_hexi.cost.arrays import Counts, Floats
 from megatron_hexi.cost.compute import Speeds, head_size_factor, rates, square_times, token_times
+from megatron_hexi.cost.ends import EndWork
+from megatron_hexi.cost.model_part import ModelPart
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.products import Elements, Products, Times, product_seconds
 from megatron_hexi.models.job import Job
 from megatron_hexi.models.vision import Vision
+from megatron_hexi.plan.images import deal_images
+from megatron_hexi.plan.units import DomainRow
 
 if TYPE_CHECKING:
     from megatron_hexi.cost.sections import Section
+
+
+class ImagesOfUnits(NamedTuple):
+    """Images of a micro-batch that the units of a section encode.
+
+    Args:
+        of_units: number of each unit's, [U].
+        dealt: whether each domain divides them among its units, [domains]; else every unit encodes all.
+    """
+
+    of_units: Floats
+    dealt: tuple[bool, ...]
+
+
+def images_of_units(rows: Sequence[DomainRow], job: Job, part: ModelPart | None) -> ImagesOfUnits | None:
+    """Return the images of a section's units; ``None``: they encode none.
+
+    Args:
+        rows: the section's domains.
+        job: the section's job.
+        part: the part of the model in the plan's only stage; ``None``: the rows say which is first.
+    """
+    if job.images is None or not (rows[0].stage == 0 if part is None else np.any(part.is_first)):
+        return None
+    together, found = job.images.per_sequence * job.micro_batch_size, dict[tuple[int, ...], int]()
+    dealt = list[bool]()
+    for row in rows:
+        members = row.domain.members
+        weights = [member.patches for member in members if member.patches is not None]
+        owners = Counter(deal_images([1] * together, weights)) if weights else None
+        for unit, member in enumerate(members):
+            found[member.ranks] = together if owners is None else owners[unit]
+        dealt.append(owners is not None)
+    return ImagesOfUnits(np.array([float(found[ranks]) for ranks in sorted(found)]), tuple(dealt))
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,32 +81,28 @@ class Encoding:
     sent: Floats
     count: int
 
-    def forward(self) -> Floats:
-        """Return the seconds of each unit's forward pass, [U]."""
-        return self.outside.forward + self.count * self.layers.forward
-
-    def backward(self, again: Counts) -> Floats:
-        """Return the seconds of each unit's backward pass, [U].
+    def work(self, again: Counts) -> EndWork:
+        """Return the seconds of both passes.
 
         Args:
-            again: number of layers that it computes again (`layers_again`), or [U].
+            again: number of layers that are computed again (`layers_again`), or [U].
         """
-        return self.outside.backward + self.count * self.layers.backward + again * self.layers.forward
+        forward = self.outside.forward + self.count * self.layers.forward
+        backward = self.outside.backward + self.count * self.layers.backward + again * self.layers.forward
+        return EndWork("encoder", "token", forward, backward, np.zeros(len(forward)), self.sent)
 
 
 def encoding(section: Section, links: LinkTable) -> Encoding | None:
-    """Return the seconds of a section's images; ``None``: the section encodes none."""
-    job, vision = section.job.encoder, section.job.model.vision
-    if section.images is None or job is None or vision is None:
+    """Return the seconds of a section's images, 0 where it encodes none; ``None``: the job has no images."""
+    vision, images = section.job.model.vision, section.images
+    if section.job.images is None or vision is None:
         return None
-    stage, images = section.placement.stage, section.images
-    layers, outside = (Times(np.zeros(len(images)), np.zeros(len(images))) for _ in range(2))
-    for speeds, units in stage.by_kind:
-        found = encoder_times(speeds, section.job, images[units])
-        for seconds, own in zip((layers, outside), found, strict=True):
-            for passes, of_kind in zip(seconds, own, strict=True):
-                passes[units] = of_kind
-    return Encoding(layers, outside, _sent(section, vision, links), vision.layers)
+    seconds, sent = np.zeros((2, 2, len(section.units))), np.zeros(len(section.replicas))
+    if images is not None:
+        for speeds, units in section.placement.stage.by_kind:
+            seconds[..., units] = encoder_times(speeds, section.job, images.of_units[units])
+        sent = _sent(section, images, vision, links)
+    return Encoding(Times(*seconds[0]), Times(*seconds[1]), sent, vision.layers)
 
 
 def encoder_times(speeds: Speeds, job: Job, images: Floats) -> tuple[Times, Times]:
@@ -102,26 +138,19 @@ def encoder_times(speeds: Speeds, job: Job, images: Floats) -> tuple[Times, Time
     return layers, Times(*outside)
 
 
-def _sent(section: Section, vision: Vision, links: LinkTable) -> Floats:
+def _sent(section: Section, images: ImagesOfUnits, vision: Vision, links: LinkTable) -> Floats:
     """Return the seconds of features to the owners of their rows and of gradients back, [domains]."""
-    job, plan, images = section.job, section.arrays, section.images
-    own = job.encoder
-    assert images is not None
-    assert own is not None
+    job, plan = section.job, section.arrays
+    assert job.images is not None
     found = np.zeros(len(section.replicas))
     columns = (1 + vision.deepstack) * job.model.hidden_size * job.element_bytes
-    features = images * vision.tokens(own.seq_length) * columns
-    for domain in np.flatnonzero(section.deals_images).tolist():
+    features = images.of_units * vision.tokens(job.images.patches) * columns
+    for domain in np.flatnonzero(images.dealt).tolist():
         units = np.flatnonzero(plan.unit_replica == domain)
-        src, dst = _pairs(units)
+        src, dst = (ends.ravel() for ends in np.meshgrid(units, units, indexing="ij"))
+        src, dst = src[src != dst], dst[src != dst]
         size = features[src] * plan.tokens[dst] / job.seq_length
         found[domain] = 2 * links.set_seconds(
             section.placement.stage.gpus[src], section.placement.stage.gpus[dst], size, job.tensor_parallel
         )
     return found
-
-
-def _pairs(units: Ints) -> tuple[Ints, Ints]:
-    """Return all pairs of different units: first and second, [pairs] each."""
-    src, dst = (ends.ravel() for ends in np.meshgrid(units, units, indexing="ij"))
-    return src[src != dst], dst[src != dst]

@@ -66,6 +66,8 @@ def encoder_bytes(job: Job, images: Floats) -> EncoderBytes:
 def kept_bytes(job: Job, part: ModelPart, images: Floats | float) -> Floats:
     """Return the bytes that the images of a micro-batch keep on units with a part of the model, [U]."""
     vision = job.model.vision
-    assert vision is not None
+    if job.images is None or vision is None:
+        return np.zeros(())
     held = np.asarray(images, dtype=float) + np.zeros(np.shape(part.layers))
-    return encoder_bytes(job, held).kept(vision.layers, layers_again(job, part.layers, part.again))
+    found = encoder_bytes(job, held).kept(vision.layers, layers_again(job, part.layers, part.again))
+    return part.is_first * found

@@ -8,6 +8,7 @@ from dataclasses import astuple
 from functools import lru_cache
 from typing import NamedTuple
 
+from megatron_hexi.cost.model_part import end_weights
 from megatron_hexi.mesh import Box, Bucket, Mesh, cell_size, cut_pieces, make_buckets
 from megatron_hexi.mesh.experts import job_experts
 from megatron_hexi.models.job import Job
@@ -63,7 +64,7 @@ class HeldWeights:
                 for width in set(self.width):
                     self.density[key, width] = weights / self._elements[key]
         layers = map(_layers_key, range(len(job.model.kinds)))
-        for key in (*layers, "embedding", "output", "positions", "norm", "prediction", "encoder"):
+        for key in (*layers, *(one.name for one in end_weights(job, widest))):
             self._elements[key] = max(1, self._params(key, widest) * widest // self._chunks)
             for width in set(self.width):
                 chunks = self._chunks // width
@@ -109,15 +110,7 @@ class HeldWeights:
         """Return the weights of a key on one rank of a unit of `width`; of a kind of layers, in one layer."""
         model = self._job.model
         layers = {_layers_key(number): kind.layer_params(width) for number, kind in enumerate(model.kinds)}
-        return {
-            **layers,
-            "embedding": model.vocab_params(width),
-            "output": model.vocab_params(width),
-            "positions": model.learned_positions * model.hidden_size,
-            "norm": model.norm_params(model.hidden_size),
-            "prediction": model.prediction_params(width),
-            "encoder": self._job.encoder_params,
-        }[key]
+        return (layers | {one.name: one.params for one in end_weights(self._job, width)})[key]
 
     def _held(self, unit: Unit) -> Iterator[_Held]:
         model = self._job.model
@@ -126,23 +119,12 @@ class HeldWeights:
         for number, layers in enumerate(unit.ministages or (unit.layers,)):
             for kind, rows, of in _layer_boxes(model, layers):
                 yield _Held(_layers_key(kind), rows, of, 1 + layers[0], None if first is None else number)
-        is_first, is_last, behind = unit.stage == 0, unit.is_last, 1 + model.layers
-        # The last stage embeds the tokens that follow those it predicts.
-        embeds, ties = is_last and model.mtp_layers > 0, is_last and model.tied_embeddings
-        if is_first or embeds or ties:
-            ministage = None if is_first and (embeds or ties) else first if is_first else last
-            yield _Held("embedding", (0, 1), 1, 0 if is_first else behind, ministage)
-        if is_first and self._job.encoder_params:
-            yield _Held("encoder", (0, 1), 1, 0, first)
-        if (is_first or embeds) and model.learned_positions:
-            ministage = None if is_first and embeds else first if is_first else last
-            yield _Held("positions", (0, 1), 1, 0 if is_first else behind, ministage)
-        if embeds:
-            yield _Held("prediction", (0, model.mtp_layers), model.mtp_layers, behind, last)
-        if is_last:
-            yield _Held("norm", (0, 1), 1, behind, last)
-        if is_last and not model.tied_embeddings:
-            yield _Held("output", (0, 1), 1, behind, last)
+        for one in end_weights(self._job, unit.width):
+            ahead, behind = unit.stage == 0 and one.in_first, unit.is_last and one.in_last
+            if ahead or behind:
+                ministage = None if ahead and behind else first if ahead else last
+                depth = 0 if ahead else 1 + model.layers
+                yield _Held(one.name, (0, one.blocks), one.blocks, depth, ministage)
 
     def _expert_boxes(self, unit: Unit, experts: HeldExperts) -> Iterator[Box]:
         """Yield the boxes of a rank's experts: a part of the elements of each, in each layer with experts."""

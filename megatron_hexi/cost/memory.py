@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from megatron_hexi.cost.layer_bytes import (
 from megatron_hexi.cost.library_bytes import workspace_bytes
 from megatron_hexi.cost.memory_terms import HostMemoryTerms
 from megatron_hexi.cost.mixer_bytes import mixer_bytes, mlp_gradient_bytes
-from megatron_hexi.cost.model_part import ModelPart, Present
+from megatron_hexi.cost.model_part import ModelPart, Present, end_weights
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.mesh import ROWS_ON_DEVICE
 from megatron_hexi.models.job import Job
@@ -80,27 +80,18 @@ FRAGMENTATION = 0.05
 
 
 def part_params(job: Job, part: ModelPart, experts: Floats | float = 0) -> Counts:
-    """Return the number of weights on one GPU: of layers, of an embedding at either end, of the encoder.
-
-    If first and last stage differ, both hold a tied embedding, or one that multi-token prediction needs.
+    """Return the number of weights on one GPU, of layers and outside of these.
 
     Args:
         experts: number of routed experts that it holds of each layer with experts; a slice is a part of one.
     """
     model, tp = job.model, job.tensor_parallel
-    embedding = model.vocab_params(tp) + model.learned_positions * model.hidden_size
-    last_norm = model.norm_params(model.hidden_size)
-    has_embedding = part.is_first + part.copies_embedding(model)
-    has_output = part.is_last * (1 - has_embedding * model.tied_embeddings)
     kinds = zip(model.kinds, part.of_kinds(model), strict=True)
-    params: Counts = (
-        sum(held.layers * (kind.layer_params(tp) + experts * kind.expert_params()) for kind, held in kinds)
-        + has_embedding * embedding
-        + part.predictions(model).layers * model.prediction_params(tp)
-        + part.is_last * last_norm
-        + has_output * model.vocab_params(tp)
-        + part.is_first * job.encoder_params
+    params: Counts = sum(
+        held.layers * (kind.layer_params(tp) + experts * kind.expert_params()) for kind, held in kinds
     )
+    for one in end_weights(job, tp):
+        params = params + one.held(part.is_first, part.is_last) * (one.blocks * one.params)
     return params
 
 
@@ -147,19 +138,11 @@ class Holdings:
     images: Floats | float = 0
 
     @classmethod
-    def of(
-        cls,
-        plan: PlanArrays,
-        micro_batches: Ints,
-        flights: Flights,
-        experts: Floats | float = 0,
-        routed_rows: Floats | float = 0,
-        fp8_copies: Floats | float = 0,
-    ) -> Holdings:
-        """Return the holdings of a section's units, [U]; see `Holdings` for the arguments."""
+    def of(cls, plan: PlanArrays, micro_batches: Ints, flights: Flights, **more: Floats | float) -> Holdings:
+        """Return the holdings of a section's units, [U]; `more` are the fields that need not be 0."""
         tokens, heads, kv = (held.astype(float) for held in (plan.tokens, plan.heads, plan.kv))
         group_tokens = plan.group_tokens[plan.group].astype(float)
-        return cls(tokens, group_tokens, heads, kv, micro_batches, flights, experts, routed_rows, fp8_copies)
+        return cls(tokens, group_tokens, heads, kv, micro_batches, flights, **more)
 
     @classmethod
     def of_section(
@@ -171,13 +154,13 @@ class Holdings:
             micro_batches: number of micro-batches of each replica of the plan, [replicas].
             flights: most keys that the units' exchange has in flight.
         """
-        turns, copies = section.turns(micro_batches), section.placement.stage.fp8_copies
-        if experts is None:
-            held = cls.of(section.arrays, turns, flights, fp8_copies=copies)
-        else:
+        more: dict[str, Floats | float] = {"fp8_copies": section.placement.stage.fp8_copies}
+        if experts is not None:
             rows = experts.rows(section.job) / experts.parts
-            held = cls.of(section.arrays, turns, flights, experts.whole, rows, copies)
-        return held if section.images is None else replace(held, images=section.images)
+            more |= {"experts": experts.whole, "routed_rows": rows}
+        if section.images is not None:
+            more["images"] = section.images.of_units
+        return cls.of(section.arrays, section.turns(micro_batches), flights, **more)
 
 
 def static_memory(
@@ -293,9 +276,7 @@ def _part_memory(
     loss = logits_bytes(job, rows, logit_bytes(job))
     logits = np.where(part.is_last, np.maximum(loss - working, 0.0), 0.0)
     working = working + part.borders * border_bytes(job, held.tokens)
-    encoder = np.zeros(held.tokens.shape)
-    if job.images is not None:
-        encoder = encoder + part.is_first * in_flight * kept_bytes(job, part, held.images)
+    encoder = in_flight * kept_bytes(job, part, held.images) + np.zeros(held.tokens.shape)
     return {
         **static_memory(
             job, part, here, added, state + np.zeros(params.shape), held.fp8_copies, held.experts

@@ -74,6 +74,43 @@ def chunk_ranges[N: (int, Ints)](job: Job, first: N, layers: int) -> tuple[tuple
     return tuple((start, start + size) for start in firsts)
 
 
+class EndWeights(NamedTuple):
+    """Weights outside layers, which a first or a last stage holds.
+
+    Args:
+        params: number of them on a rank, in each of `blocks` alike.
+    """
+
+    name: str
+    params: int
+    in_first: bool
+    in_last: bool
+    blocks: int = 1
+
+    def held(self, is_first: Bools | bool, is_last: Bools | bool) -> Bools | bool:
+        """Return whether stages hold them, by their place in the pipeline."""
+        return is_first & self.in_first | is_last & self.in_last
+
+
+def end_weights(job: Job, width: int) -> list[EndWeights]:
+    """Return the weights outside layers on one rank of a unit of `width`: of tokens, images and losses.
+
+    A last stage embeds the tokens that follow those it predicts, and has a tied embedding for its output.
+    """
+    model, predicts = job.model, job.model.mtp_layers > 0
+    vocabulary, norm = model.vocab_params(width), model.norm_params(model.hidden_size)
+    positions = model.learned_positions * model.hidden_size
+    found = (
+        EndWeights("embedding", vocabulary, True, model.shares_embedding),
+        EndWeights("encoder", job.encoder_params, True, False),
+        EndWeights("positions", positions, True, predicts),
+        EndWeights("prediction", model.prediction_params(width), False, predicts, model.mtp_layers),
+        EndWeights("norm", norm, False, True),
+        EndWeights("output", vocabulary, False, not model.tied_embeddings),
+    )
+    return [weights for weights in found if weights.params and (weights.in_first or weights.in_last)]
+
+
 @dataclass(frozen=True, eq=False)
 class ModelPart:
     """The part of the model that units have; numbers, or arrays over units, [U].
@@ -127,10 +164,6 @@ class ModelPart:
         """
         layers = self.is_last * model.mtp_layers
         return KindLayers(layers, layers * (self.again == self.layers))
-
-    def copies_embedding(self, model: Model) -> Ints | int:
-        """Return 1 if the part has a copy of the embedding, for multi-token prediction, else 0."""
-        return self.is_last * (1 - self.is_first) * min(model.mtp_layers, 1)
 
     def of_kinds(self, model: Model) -> list[KindLayers]:
         """Return the part's layers of each kind of the model; `predictions` are of the last layer's kind."""

@@ -107,13 +107,17 @@ def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
         turns = section.turns(timing.micro_batches)
         passes = list(zip(cost.repeats, cost.passes, strict=True))
         waits = sum(times * _own_communication(plan, one) for times, one in passes)
+        busy = {
+            phase: sum(end.busy for end in cost.ends if end.phase == phase) for phase in ("token", "logits")
+        }
         times = {
             "token_s": turns
-            * (sum(times * (one.token + one.experts) for times, one in passes) + sum(cost.encoder_s)),
+            * (sum(times * (one.token + one.experts) for times, one in passes) + busy["token"]),
             "attention_s": turns * sum(times * one.attention for times, one in passes),
-            "logits_s": turns * cost.logits,
+            "logits_s": turns * busy["logits"],
             "optimizer_s": optimizer,
-            "communication_s": turns * (waits + cost.logits_sum + cost.pipeline_s) + waited[section.replica],
+            "communication_s": turns * (waits + sum(end.sums for end in cost.ends) + cost.pipeline_s)
+            + waited[section.replica],
         }
         for number, place in section_ranks(cluster, section):
             parts: dict[str, Any] = {name: float(values[number]) for name, values in times.items()}

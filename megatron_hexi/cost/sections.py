@@ -8,7 +8,6 @@ sections. In a plan with a repeated stage, each pipeline stage is a section.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -17,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_hexi.cost.arrays import Bools, Floats, Ints
+from megatron_hexi.cost.arrays import Bools, Ints
+from megatron_hexi.cost.encoder import ImagesOfUnits, images_of_units
 from megatron_hexi.cost.layer_bytes import kept_weights
 from megatron_hexi.cost.model_part import ModelPart, chunk_ranges
 from megatron_hexi.cost.placement import Placement, Placer
@@ -25,9 +25,8 @@ from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
 from megatron_hexi.errors import PlanError
 from megatron_hexi.mesh import most_kept, passes_ahead
 from megatron_hexi.models.job import Job
-from megatron_hexi.plan import Domain, Exchange, Plan
+from megatron_hexi.plan import Exchange, Plan
 from megatron_hexi.plan.heads import divided_domain
-from megatron_hexi.plan.images import deal_images
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.recompute import Again, Recompute, of_layer
 from megatron_hexi.plan.units import DomainRow, domain_rows
@@ -48,9 +47,7 @@ class Section:
         ranks: the units' ranks in the job, [U, tensor_parallel].
         units: number of each unit, [U]: in the stage for a plan with a repeated stage, else in the plan.
         placement: the units' GPUs.
-        images: number of images of a micro-batch that each unit encodes, [U]; ``None``: they encode none.
-        deals_images: whether each domain divides them among its units, [domains]; else every unit encodes
-            all.
+        images: images of a micro-batch that the units encode; ``None``: they encode none.
     """
 
     number: int
@@ -63,8 +60,7 @@ class Section:
     ranks: Ints
     units: Ints
     placement: Placement
-    images: Floats | None = None
-    deals_images: tuple[bool, ...] = ()
+    images: ImagesOfUnits | None = None
 
     @property
     def replica(self) -> Ints:
@@ -156,7 +152,7 @@ def plan_sections(
             ranks=own,
             units=np.searchsorted(leads, own[:, 0]) % plan.units,
             placement=placement,
-            **_images(found[terms], own_job, part),
+            images=images_of_units(found[terms], own_job, part),
         )
         for terms, own_job, own, placement in zip(
             order, jobs, ranks, placer.place(plan, ranks, gpus, plain), strict=True
@@ -183,33 +179,6 @@ def _ranks(rows: Sequence[DomainRow]) -> Ints:
     """Return the ranks of the units of some domains of one stage, ascending, [U, tensor_parallel]."""
     ranks = np.array([m.ranks for row in rows for group in row.domain.groups for m in group.members])
     return ranks[np.argsort(ranks[:, 0])] + rows[0].first_rank
-
-
-def _images(rows: Sequence[DomainRow], job: Job, part: ModelPart | None) -> dict[str, Any]:
-    """Return the fields of a section that say which images its units encode; none where they encode none.
-
-    Args:
-        job: the section's job.
-        part: the part of the model in the plan's only stage; ``None``: the rows say which is first.
-    """
-    if job.images is None or not (rows[0].stage == 0 if part is None else np.any(part.is_first)):
-        return {}
-    together, found = job.images.per_sequence * job.micro_batch_size, dict[tuple[int, ...], int]()
-    for row in rows:
-        for member, count in zip(row.domain.members, images_of(row.domain, together), strict=True):
-            found[member.ranks] = count
-    deals = (any(member.patches is not None for member in row.domain.members) for row in rows)
-    images = np.array([float(found[ranks]) for ranks in sorted(found)])
-    return {"images": images, "deals_images": tuple(deals)}
-
-
-def images_of(domain: Domain, together: int) -> list[int]:
-    """Return how many of a micro-batch's images each member of a domain encodes, in rank order."""
-    weights = [member.patches for member in domain.members if member.patches is not None]
-    if not weights:
-        return [together] * len(domain.members)
-    owners = Counter(deal_images([1] * together, weights))
-    return [owners[unit] for unit in range(len(weights))]
 
 
 def _in_bf16(rows: Sequence[DomainRow]) -> Bools:

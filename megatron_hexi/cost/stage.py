@@ -1,4 +1,4 @@
-"""Seconds of a micro-batch in the stages of one section: their images, layers, logits and sends."""
+"""Seconds of a micro-batch in the stages of one section: their layers, the work outside these, and sends."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
-from megatron_hexi.cost.collectives import loss_sum_seconds, pipeline_seconds
-from megatron_hexi.cost.compute import logits_times
+from megatron_hexi.cost.arrays import Bools, Counts, Ints
+from megatron_hexi.cost.collectives import pipeline_seconds
 from megatron_hexi.cost.encoder import Encoding, encoding
 from megatron_hexi.cost.encoder_bytes import layers_again
+from megatron_hexi.cost.ends import EndWork, loss_work
 from megatron_hexi.cost.fp8 import computed_rows
 from megatron_hexi.cost.known_layers import KnownLayers
 from megatron_hexi.cost.layer import ExpertCycle, Layer, Pass
@@ -34,7 +34,7 @@ class StageCost:
         kinds: seconds of a layer of each kind.
         pipeline_s: exposed seconds of sends to the next stage and of its gradients back; with chunks only of
             the sends, after each chunk's forward pass.
-        encoding: seconds of a micro-batch's images; ``None``: the section encodes none.
+        encoding: seconds of a micro-batch's images; ``None``: the job has none.
         like: cost of the same units with other numbers of layers; ``None``: it is not known.
     """
 
@@ -103,28 +103,23 @@ class StageCost:
         counts = (count for _, count in self._runs)
         return tuple(count[unit_replica] if isinstance(count, np.ndarray) else count for count in counts)
 
-    @cached_property
-    def logits(self) -> Floats:
-        """Seconds of each unit's output matrix and loss, [U]; 0 except on a last stage."""
-        if self.like is not None:
-            return self.like.logits
-        section, times = self.section, np.zeros(len(self.section.units))
-        if np.any(section.parts.is_last):
-            for speeds, units in section.placement.stage.by_kind:
-                times[units] = sum(logits_times(speeds, section.job, _rows(section)[units]))
-            times = section.part.is_last * times
-        return times
+    @property
+    def first(self) -> tuple[EndWork, ...]:
+        """Work of the units of a first stage ahead of its layers; none of images where the job has none."""
+        if self.encoding is None:
+            return ()
+        part = self.section.part
+        return (self.encoding.work(layers_again(self.section.job, part.layers, part.again)),)
 
     @cached_property
-    def logits_sum(self) -> Floats:
-        """Seconds of the collectives inside each unit that these need, [U]."""
-        if self.like is not None:
-            return self.like.logits_sum
-        section, stage = self.section, self.section.placement.stage
-        if not np.any(section.parts.is_last):
-            return np.zeros(len(section.units))
-        sums = loss_sum_seconds(section.job, _rows(section), stage.bandwidth, stage.latency)
-        return section.part.is_last * sums
+    def last(self) -> EndWork:
+        """Work of the units of a last stage behind its layers: output matrix and loss; 0 on others."""
+        return loss_work(self.section) if self.like is None else self.like.last
+
+    @property
+    def ends(self) -> tuple[EndWork, ...]:
+        """All work outside layers."""
+        return (*self.first, self.last)
 
     @cached_property
     def once(self) -> tuple[Mapping[Pass, Phases], ...]:
@@ -146,7 +141,7 @@ class StageCost:
     @cached_property
     def _domains(self) -> list[tuple[Phases, float]]:
         """Seconds of a micro-batch by phase, and of its forward pass among them, of each domain."""
-        section, sums, found = self.section, self.logits + self.logits_sum, []
+        section, ends, found = self.section, self.ends, []
         by_domain = [section.by_domain(count) for _, count in self._runs]
         every = len(self._runs) // len(self.kinds)
         for domain, once in enumerate(self.once):
@@ -154,30 +149,13 @@ class StageCost:
             counts = [own[domain] for own in by_domain]
             seconds = [once[work] for work, _ in self._runs]
             ahead = Phases().added(seconds[::every], counts[::every])
+            whole = Phases(pipeline=self.pipeline_s).added(seconds, counts)
+            for end in ends:
+                there, back = end.phases(domain, units)
+                ahead, whole = ahead + there, whole + there + back
             sent = self.pipeline_s if section.parts.chunks > 1 else 0.0
-            slowest = units[np.argmax(sums[units])]
-            ends = Phases(logits=float(self.logits[slowest]), tensor_parallel=float(self.logits_sum[slowest]))
-            whole = Phases(pipeline=self.pipeline_s).added(seconds, counts) + ends
-            there, back = self.encoded(domain)
-            found.append((whole + there + back, (ahead + there).total + sent))
+            found.append((whole, ahead.total + sent))
         return found
-
-    def encoded(self, domain: int) -> tuple[Phases, Phases]:
-        """Return the seconds of a domain's images by phase, forward and backward, of its slowest unit."""
-        if self.encoding is None:
-            return Phases(), Phases()
-        units, moved = self.section.arrays.unit_replica == domain, float(self.encoding.sent[domain]) / 2
-        there, back = (Phases(token=float(own[units].max()), all_to_all=moved) for own in self.encoder_s)
-        return there, back
-
-    @property
-    def encoder_s(self) -> tuple[Floats, Floats]:
-        """Seconds of each unit's images, forward and backward, [U]; 0 where the section encodes none."""
-        if self.encoding is None:
-            return np.zeros(len(self.section.units)), np.zeros(len(self.section.units))
-        part = self.section.part
-        again = layers_again(self.section.job, part.layers, part.again)
-        return self.encoding.forward(), self.encoding.backward(again)
 
     @property
     def replicas(self) -> tuple[Phases, ...]:
@@ -235,13 +213,9 @@ def stage_cost(
         parts = section.parts
         turns = 2 if parts.chunks == 1 else parts.chunks - int(np.any(parts.is_last))
         gpus = section.placement.stage.gpus
-        send = turns * pipeline_seconds(known.links, job, _rows(section), gpus, following)
+        rows = computed_rows(job, section.arrays.tokens.astype(float), section.placement.stage.in_fp8)
+        send = turns * pipeline_seconds(known.links, job, rows, gpus, following)
     return StageCost(section, kinds, send, encoding=encoding(section, known.links))
-
-
-def _rows(section: Section) -> Floats:
-    """Return the rows of a micro-batch on each unit, [U]."""
-    return computed_rows(section.job, section.arrays.tokens.astype(float), section.placement.stage.in_fp8)
 
 
 def _pass_phases(plan: PlanArrays, one: Pass, units: Ints) -> Phases:

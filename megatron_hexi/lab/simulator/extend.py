@@ -31,7 +31,7 @@ class StageTimes:
     """Times of one micro-batch in the stages of a section, or in their layers of one kind.
 
     Args:
-        replicas: phases of each domain, images and exposed sends included.
+        replicas: phases of each domain, work ahead of its layers and exposed sends included.
         forward: seconds of each domain's forward pass, without recomputation and logits, [domains].
         busy: seconds of each unit's work by kind (``token``, ``attention``, ``experts``), [U] each.
         communication: waiting while its own messages are in flight, [U], exposed sends included.
@@ -67,18 +67,17 @@ def extend_stage(section: Section, replays: Sequence[SectionReplay], cost: Stage
     whole, layers = reduce(add, (_extend_kind(section, one, cost) for one in replays)), list(cost.kinds)
     for replay in replays:
         layers[replay.kind] = _simulated_layer(replay, cost.kinds[replay.kind])
-    sends = Phases(pipeline=cost.pipeline_s)
-    encoded = [cost.encoded(domain) for domain in range(len(whole.replicas))]
-    ahead = np.array([there.total for there, _ in encoded])
-    moved = np.array([there.all_to_all + back.all_to_all for there, back in encoded])
+    domains, forward, waits = section.arrays.unit_replica, whole.forward, whole.communication
+    phases = [found + Phases(pipeline=cost.pipeline_s) for found in whole.replicas]
+    for work in cost.first:  # the loss is replayed with the last layer
+        passes = [work.phases(one, np.flatnonzero(domains == one)) for one in range(len(phases))]
+        phases = [found + there + back for found, (there, back) in zip(phases, passes, strict=True)]
+        forward, waits = forward + [there.total for there, _ in passes], waits + work.sent[domains]
     return replace(
         whole,
-        replicas=tuple(
-            phases + sends + there + back
-            for phases, (there, back) in zip(whole.replicas, encoded, strict=True)
-        ),
-        forward=whole.forward + ahead + cost.pipeline_s / (2 if section.part.chunks == 1 else 1),
-        communication=whole.communication + moved[section.arrays.unit_replica] + cost.pipeline_s,
+        replicas=tuple(phases),
+        forward=forward + cost.pipeline_s / (2 if section.part.chunks == 1 else 1),
+        communication=waits + cost.pipeline_s,
         cost=replace(cost, kinds=tuple(layers)),
     )
 
@@ -173,7 +172,7 @@ def _replica_phases(
     moves = times @ np.where(layers_only, enter - ready + finish - leave, 0.0)
     cycle = times @ np.where(layers_only, marks[:, READY] - marks[:, ROUTE], 0.0)
     has_logits = any(lap.way == "logits" for lap in laps)
-    logits, logits_sum = has_logits * cost.logits, has_logits * cost.logits_sum
+    logits, logits_sum = has_logits * cost.last.busy, has_logits * cost.last.sums
     ahead = token + sums + cycle
     undisturbed = by_group(plan, ahead) + moves + attention + by_group(plan, logits + logits_sum)
     units = np.flatnonzero(plan.unit_replica == replica)

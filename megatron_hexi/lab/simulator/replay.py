@@ -212,8 +212,8 @@ def _section_work(section: Section, cost: StageCost, kind: int) -> SectionWork:
     return SectionWork(
         layer=layer_work(section.arrays, job, stage, cost.kinds[kind]),
         window=section.window,
-        logits=cost.logits,
-        logits_sums=cost.logits_sum,
+        logits=cost.last.busy,
+        logits_sums=cost.last.sums,
         gpus=stage.gpus,
         width=job.tensor_parallel,
     )

@@ -15,6 +15,7 @@ from megatron_hexi.cost.once import iteration_phases, once_an_iteration, replica
 from megatron_hexi.cost.ranks import section_ranks
 from megatron_hexi.cost.replica_pipelines import replica_lanes
 from megatron_hexi.cost.sections import Section
+from megatron_hexi.grouping import grouped
 from megatron_hexi.lab.simulator.engine import Progress
 from megatron_hexi.lab.simulator.extend import StageTimes, extend_stage
 from megatron_hexi.lab.simulator.findings import find
@@ -109,11 +110,11 @@ def _meetings(timing: Timing) -> Iterator[tuple[int, list[int]]]:
     """
     sections = timing.sections
     for kind, job in enumerate(sections[0].job.kinds):
-        together: dict[object, list[int]] = {}
-        for number, section in enumerate(sections):
-            key = number if job.model.experts is None else (section.number, section.job.recompute)
-            together.setdefault(key, []).append(number)
-        for own in together.values():
+        keys = (
+            number if job.model.experts is None else (section.number, section.job.recompute)
+            for number, section in enumerate(sections)
+        )
+        for own in grouped((key, number) for number, key in enumerate(keys)).values():
             if any(_has_kind(sections[number], kind) for number in own):
                 yield kind, own
 
@@ -134,12 +135,7 @@ def _ranks(
             "token": turns * stage.busy["token"],
             "attention": turns * stage.busy["attention"],
             **({} if timing.experts[number] is None else {"experts": turns * stage.busy["experts"]}),
-            **(
-                {}
-                if timing.model.job.images is None
-                else {"encoder": turns * sum(timing.stages[number].encoder_s)}
-            ),
-            "logits": turns * timing.stages[number].logits,
+            **{end.name: turns * end.busy for end in timing.stages[number].ends},
             "optimizer": timing.optimizer[number],
         }
         communication = turns * stage.communication + np.array(waits)[replica]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
-from megatron_hexi.cost.encoder_bytes import encoder_bytes
 from megatron_hexi.cost.fp8 import computed_rows
 from megatron_hexi.cost.layer import Layer
 from megatron_hexi.cost.layer_bytes import border_bytes, prediction_bytes
@@ -33,7 +33,7 @@ from megatron_hexi.planner.expert_placement import ExpertRule, placement
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.pools import Pools, StageShape, is_exact
-from megatron_hexi.planner.joint.stage_times import KnownStages, LayerTimes
+from megatron_hexi.planner.joint.stage_times import FirstTimes, KnownStages, LayerTimes
 from megatron_hexi.planner.joint.synchronisation import Synchronisation
 from megatron_hexi.planner.layouts.layout import Grouping
 from megatron_hexi.planner.layouts.trial import Judge, Trial
@@ -50,6 +50,9 @@ _WAITING_UNITS = 8
 _ROOM = 2.0**10
 #: The part of the model that is timed: one layer, with the embedding and the loss.
 _ONE_LAYER = ModelPart(layers=1, again=1, is_first=True, is_last=True, ahead=1)
+#: Numbers of a layer that pools side by side have less of, each by its share of the tokens.
+_SHARED_SECONDS = ("forward", "backward", "logits")
+_SHARED_BYTES = ("tokens", "kept", "working", "logits_bytes", "border_bytes", "experts")
 
 
 class LayerTimer:
@@ -198,19 +201,13 @@ class LayerTimer:
             return largest
 
         everything = np.ones(len(pool), dtype=bool)
-        encoder, again, kept = 0.0, 0.0, np.zeros((3, len(pool)))
-        if stage.encoding is not None and section.images is not None:
-            ahead, back = stage.encoding.forward(), stage.encoding.backward(0)
-            encoder = float(ahead.max() + back.max() + stage.encoding.sent.max())
-            again, found = float(stage.encoding.layers.forward.max()), encoder_bytes(once, section.images)
-            kept = allocated_bytes(np.array([found.layer, found.again, found.outside]))
         return LayerTimes(
             forward=mean(lambda layer: float(layer.forward.finish.max())),
             backward=mean(lambda layer: float(layer.backward.finish.max())),
             free_forward=mean(partial(free_network, "forward", everything)),
             free_backward=mean(partial(free_network, "backward", everything)),
             added=np.array([added(mode) for mode in self.offered]),
-            logits=float((stage.logits + stage.logits_sum).max()),
+            logits=float((stage.last.busy + stage.last.sums).max()),
             units=np.bincount(pool).astype(float),
             tokens=most(section.arrays.tokens.astype(float)),
             kept=np.array([most(allocated_bytes(sum_terms(terms, "kept"))) for terms in memory]),
@@ -220,9 +217,7 @@ class LayerTimer:
             experts=most(held.experts + np.zeros(len(pool))),
             fp8_copies=most(held.fp8_copies + np.zeros(len(pool))),
             expert_copies=1 if placed is None else len(np.unique(placed.domain)),
-            encoder=encoder,
-            encoder_again=again,
-            encoder_kept=np.array([most(part) for part in kept]),
+            first=FirstTimes.of(stage, once, most),
         )
 
 
@@ -236,34 +231,31 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
     speeds = np.array([1 / layer.seconds for layer in layers])
     share = speeds / speeds.sum()
 
-    def together(seconds: Sequence[float]) -> float:
+    def together(seconds: Sequence[Any]) -> float:
         return float(1 / sum(1 / each for each in seconds)) if min(seconds) else 0.0
 
-    def joined(name: str) -> Floats:
-        return np.concatenate(
-            [getattr(layer, name) * part for layer, part in zip(layers, share, strict=True)], axis=-1
-        )
+    def joined(values: Sequence[Floats]) -> Floats:
+        return np.concatenate([own * part for own, part in zip(values, share, strict=True)], axis=-1)
 
+    shared: dict[str, Any] = {
+        name: add([getattr(layer, name) for layer in layers])
+        for names, add in ((_SHARED_SECONDS, together), (_SHARED_BYTES, joined))
+        for name in names
+    }
     return LayerTimes(
-        forward=together([layer.forward for layer in layers]),
-        backward=together([layer.backward for layer in layers]),
+        **shared,
         # Of the pool whose messages leave least of its time; each pool has its share of the tokens.
         free_forward=float(min(share * [layer.free_forward for layer in layers])),
         free_backward=float(min(share * [layer.free_backward for layer in layers])),
         added=np.array([together(added) for added in zip(*(layer.added for layer in layers), strict=True)]),
-        logits=together([layer.logits for layer in layers]),
         units=np.concatenate([layer.units for layer in layers]),
-        tokens=joined("tokens"),
-        kept=joined("kept"),
-        working=joined("working"),
-        logits_bytes=joined("logits_bytes"),
-        border_bytes=joined("border_bytes"),
-        experts=joined("experts"),
         fp8_copies=np.concatenate([layer.fp8_copies for layer in layers]),
         expert_copies=min(layer.expert_copies for layer in layers),
-        encoder=together([layer.encoder for layer in layers]),
-        encoder_again=together([layer.encoder_again for layer in layers]),
-        encoder_kept=joined("encoder_kept"),
+        first=FirstTimes(
+            together([layer.first.seconds for layer in layers]),
+            together([layer.first.again for layer in layers]),
+            joined([layer.first.kept for layer in layers]),
+        ),
     )
 
 

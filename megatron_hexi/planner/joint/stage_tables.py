@@ -19,14 +19,13 @@ from functools import cache
 import numpy as np
 
 from megatron_hexi.cost.arrays import Counts, Floats, Ints
-from megatron_hexi.cost.encoder_bytes import EncoderBytes, layers_again
 from megatron_hexi.cost.memory import GIB, RESERVE_BYTES, owned_params, part_params, static_memory
 from megatron_hexi.cost.model_part import KindLayers, ModelPart
 from megatron_hexi.models import Job
 from megatron_hexi.plan.recompute import Again, of_layer
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pools import Pools, StageShape, is_exact
-from megatron_hexi.planner.joint.stage_times import LayerTimes, Table
+from megatron_hexi.planner.joint.stage_times import FirstTimes, LayerTimes, Table
 from megatron_hexi.planner.request import Request
 
 #: The most stages of a pipeline.
@@ -141,25 +140,21 @@ class StageTables:
         modes, offered = np.zeros(best.shape, dtype=np.int64), self.timer.offered
         # Layers of multi-token prediction stand for layers of the mean.
         predictions = is_last * job.model.mtp_layers
-        vision = job.model.vision if job.images is not None else None
-        kept_images, freed_images = np.zeros(()), np.zeros(())
-        if vision is not None:
-            kept_images = first * layer.images.kept(vision.layers, 0)
-            freed_images = first * (layer.images.layer - layer.images.again)
-        for mode, again in self._choices(
-            layer, room, count + predictions, under_way, kept_images, freed_images
-        ):
+        ahead = ahead_freed = np.zeros(())
+        if job.images is not None:
+            _, ahead = layer.first.taken(job, first, count, 0 * count)
+            ahead_freed = first * (layer.first.kept[0] - layer.first.kept[1])
+        for mode, again in self._choices(layer, room, count + predictions, under_way, ahead, ahead_freed):
             again = np.minimum(again, count)
             held = KindLayers(count + predictions, again + predictions * np.equal(again, count))
             on_kinds = KindLayers(held.layers, np.expand_dims(held.again, -2))
             kept = on_kinds.kept(layer.kept[0], layer.kept[mode])
             taken = under_way * kept + layer.working[mode]
             seconds = held.seconds(layer.seconds, layer.added[mode]) + is_last * layer.logits
-            if vision is not None:
-                repeated = layers_again(replace(job, recompute=offered[mode]), count, again)
-                seconds = seconds + first[..., 0] * (layer.encoder + repeated * layer.encoder_again)
-                images = layer.images.kept(vision.layers, np.expand_dims(repeated, -2))
-                taken = taken + under_way * first * images
+            if job.images is not None:
+                own_job = replace(job, recompute=offered[mode])
+                more, kept = layer.first.taken(own_job, first, count, again)
+                seconds, taken = seconds + more, taken + under_way * kept
             if np.all(best <= seconds):
                 continue  # whatever room there is
             seconds = seconds * _stretch(layer.weight, room, taken)
@@ -179,15 +174,15 @@ class StageTables:
         room: Floats,
         count: Ints,
         under_way: Ints,
-        kept_images: Floats,
-        freed_images: Floats,
+        ahead: Floats,
+        ahead_freed: Floats,
     ) -> Iterator[tuple[int, Ints]]:
         """Yield modes of recomputation (indices), and how many layers each recomputes, [L] or [S, P, L].
 
         Args:
             count: numbers of layers, with those of multi-token prediction, [L].
-            kept_images: bytes of a micro-batch's images on a first stage.
-            freed_images: bytes that a layer of the encoder frees that is computed again.
+            ahead: bytes that a first stage keeps of what is ahead of its layers.
+            ahead_freed: bytes of these that each layer frees that is computed again.
         """
         layers = np.arange(1, self.layers + 1)
         if self._fixed is not None:
@@ -199,8 +194,8 @@ class StageTables:
         for mode in range(1, full + 1):
             yield mode, layers
         # As many whole layers as free the memory that is missing; the layer at work then is one of them.
-        freed = under_way * np.maximum(layer.kept[0] - layer.kept[full] + freed_images, 1e-9)
-        kept = under_way * (count * layer.kept[0] + kept_images)
+        freed = under_way * np.maximum(layer.kept[0] - layer.kept[full] + ahead_freed, 1e-9)
+        kept = under_way * (count * layer.kept[0] + ahead)
         missing = kept + layer.working[full] - room
         needed = np.ceil(np.maximum(missing, 0.0) / freed).max(axis=2)
         yield full, np.clip(needed, 1, count).astype(np.int64)
@@ -220,21 +215,24 @@ class _Layers:
         def kinds(name: str) -> Floats:
             return np.array([getattr(layer, name) for layer in layers])[:, None, :, None]
 
-        def modes(name: str) -> Floats:
-            return np.array([getattr(layer, name) for layer in layers]).swapaxes(0, 1)[:, :, None, :, None]
+        def modes(values: Iterable[Floats]) -> Floats:
+            return np.array(list(values)).swapaxes(0, 1)[:, :, None, :, None]
 
-        def whole(values: Iterable[float]) -> Floats:
+        def whole(values: Iterable[Counts]) -> Floats:
             return np.array(list(values))[:, None, None]
 
         self.logits_bytes, self.border_bytes = kinds("logits_bytes"), kinds("border_bytes")
         self.experts, self.fp8_copies = kinds("experts"), kinds("fp8_copies")
-        self.kept, self.working = modes("kept"), modes("working")
+        self.kept = modes(layer.kept for layer in layers)
+        self.working = modes(layer.working for layer in layers)
         self.expert_copies = whole(layer.expert_copies for layer in layers)[..., None]
         self.seconds = whole(layer.seconds for layer in layers)
         self.logits = whole(layer.logits for layer in layers)
-        self.encoder = whole(layer.encoder for layer in layers)
-        self.encoder_again = whole(layer.encoder_again for layer in layers)
-        self.images = EncoderBytes(*modes("encoder_kept"))
+        self.first = FirstTimes(
+            whole(layer.first.seconds for layer in layers),
+            whole(layer.first.again for layer in layers),
+            modes([layer.first.kept for layer in layers]),
+        )
         self.added = [whole(added) for added in zip(*(layer.added for layer in layers), strict=True)]
         tokens = kinds("units") * kinds("tokens")
         #: Part of the tokens that each kind's units have together.

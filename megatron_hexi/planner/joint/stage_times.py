@@ -2,17 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from megatron_hexi.cost.arrays import Floats, Ints
+import numpy as np
+
+from megatron_hexi.cost.arrays import Counts, Floats, Ints
+from megatron_hexi.cost.encoder_bytes import EncoderBytes, encoder_bytes, layers_again
+from megatron_hexi.cost.memory import allocated_bytes
+from megatron_hexi.cost.stage import StageCost
 from megatron_hexi.mesh import Way
+from megatron_hexi.models import Job
 from megatron_hexi.plan.recompute import Recompute
 from megatron_hexi.planner.joint.pipes import Pipe
 from megatron_hexi.planner.layouts.trial import Trial
 
 #: Memory of each pool's GPUs, and recomputation, if it is fixed.
 type _Asked = tuple[tuple[float, ...], Recompute | None]
+
+
+class FirstTimes(NamedTuple):
+    """Seconds and bytes of a micro-batch's images on a first stage, or on several; 0 without images.
+
+    Args:
+        seconds: seconds of both passes, without recomputation; a number, or [S, 1, 1].
+        again: seconds of computing one layer of the encoder again, likewise.
+        kept: bytes of `EncoderBytes` on each pool, [3, pools], or [3, S, 1, pools, 1].
+    """
+
+    seconds: Counts
+    again: Counts
+    kept: Floats
+
+    @classmethod
+    def of(cls, stage: StageCost, job: Job, most: Callable[[Floats], Floats]) -> FirstTimes:
+        """Return those of one stage.
+
+        Args:
+            job: the stage's job, without recomputation.
+            most: the largest number on each pool, [pools], of numbers of units, [U].
+        """
+        images, found = stage.section.images, stage.encoding
+        if found is None or images is None:
+            return cls(0.0, 0.0, np.array(3 * [most(np.zeros(len(stage.section.units)))]))
+        work, kept = found.work(0), encoder_bytes(job, images.of_units)
+        seconds = float(work.forward.max() + work.backward.max() + work.sent.max())
+        again = float(found.layers.forward.max())
+        return cls(seconds, again, np.array([most(allocated_bytes(part)) for part in kept]))
+
+    def taken(self, job: Job, is_first: Ints, layers: Ints, again: Counts) -> tuple[Floats, Floats]:
+        """Return the seconds and the bytes of stages, [S, P, L] and [S, P, pools, L]; 0 if not the first.
+
+        Args:
+            job: the job, with what is computed again.
+            is_first: whether each is the first, [P, 1, 1].
+            layers: numbers of the decoder's layers, [L].
+            again: number of these that are computed again.
+        """
+        assert job.model.vision is not None
+        repeated = layers_again(job, layers, again)
+        kept = EncoderBytes(*self.kept).kept(job.model.vision.layers, np.expand_dims(repeated, -2))
+        return np.asarray(is_first[..., 0] * (self.seconds + repeated * self.again)), is_first * kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +81,7 @@ class LayerTimes:
         kept: bytes kept for a layer and micro-batch in flight, by mode of recomputation, [modes, pools].
         working: bytes of the layer that is computed, by mode of recomputation, [modes, pools].
         logits_bytes: bytes of the loss, and those that multi-token prediction keeps besides its layers.
-        encoder: seconds of the images of a first stage in both passes, without recomputation.
-        encoder_again: seconds of computing one layer of the encoder again.
-        encoder_kept: bytes kept for a micro-batch's images: of a layer, of one that is computed again, and
-            outside the encoder's layers, [3, pools].
+        first: what a first stage does ahead of its layers.
         border_bytes: bytes of each border between stages.
         experts: the most routed experts on a GPU of each pool, in each layer that has experts.
         fp8_copies: bytes of fp8 copies of a weight of matrices on a GPU of each pool; 0: in bf16.
@@ -54,9 +102,7 @@ class LayerTimes:
     experts: Floats
     fp8_copies: Floats
     expert_copies: int
-    encoder: float
-    encoder_again: float
-    encoder_kept: Floats
+    first: FirstTimes
 
     def slower(self, factor: float) -> LayerTimes:
         """Return this layer with its times multiplied by a factor."""

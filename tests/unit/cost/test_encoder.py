@@ -81,20 +81,21 @@ def test_every_unit_encodes_all_images_unless_they_are_divided():
         CostModel(JOB, MACHINES).timing(with_patches(PLAN, *patches))
         for patches in ((None, None), (2, 1), (1, 0), (0, 1))
     ]
-    dealt = [timing.sections[0].images.tolist() for timing in timings]
+    dealt = [timing.sections[0].images.of_units.tolist() for timing in timings]
     assert dealt == [[8, 8], [6, 2], [8, 0], [0, 8]]
     (speeds, slow) = (MACHINES.ranks[gpu].device for gpu in (0, 1))
     assert speeds.name == "DOUBLE"
     assert slow.name == "PLAIN"
     for timing, images in zip(timings, dealt, strict=True):
         (stage,) = timing.stages
-        ahead, back = stage.encoder_s
+        (work,) = stage.first
+        ahead, back = work.forward, work.backward
         assert (ahead > 0).tolist() == [count > 0 for count in images]
         added = timing.replicas[0].total - alone.replicas[0].total
-        sent = float(stage.encoding.sent[0])
+        sent = float(work.sent[0])
         assert (sent > 0) == (images != [8, 8])
         assert added == pytest.approx(4 * (ahead.max() + back.max() + sent))
-    whole, shared = (timing.stages[0].encoder_s[0].max() for timing in timings[:2])
+    whole, shared = (timing.stages[0].first[0].forward.max() for timing in timings[:2])
     assert shared < 0.7 * whole
 
 
@@ -121,10 +122,11 @@ def test_the_simulator_encodes_as_long():
     plan = with_patches(PLAN, 2, 1)
     found = simulate(plan, JOB, MACHINES)
     (stage,) = CostModel(JOB, MACHINES).timing(plan).stages
-    own = [4 * float(seconds) for seconds in np.sum(stage.encoder_s, axis=0)]
+    (work,) = stage.first
+    own = [4 * float(seconds) for seconds in work.busy]
     assert [rank.busy["encoder"] for rank in found.ranks] == pytest.approx(own)
     text = simulate(PLAN, TEXT, MACHINES)
-    added = 4 * sum(phases.total for phases in stage.encoded(0))
+    added = 4 * sum(phases.total for phases in work.phases(0, np.arange(2)))
     assert found.phases.total - found.phases.optimizer - found.phases.gradients == pytest.approx(
         text.phases.total - text.phases.optimizer - text.phases.gradients + added
     )
@@ -141,7 +143,8 @@ def test_a_first_stage_may_encode_alone():
     job = replace(JOB, model=replace(MODEL, vision=replace(ENCODER, deepstack=0)))
     timing = CostModel(job, MACHINES).timing(plan)
     encoding, memory = timing.stages[0], timing.memory[0]
-    seconds = sum(phases.total for phases in encoding.encoded(0))
+    (work,) = encoding.first
+    seconds = sum(phases.total for phases in work.phases(0, np.arange(1)))
     assert timing.pipelines[0].stage_phases[0].total == pytest.approx(seconds)
     assert memory["activations"] == memory["attention"] == 0 < memory["encoder"]
     found = simulate(plan, job, MACHINES)

@@ -170,7 +170,7 @@ def test_members_of_a_group_end_their_tokens_at_once():
     judge, rates = Judge(fleet), Rates(fleet)
     trial = balance(judge, rates, judge.try_out(fleet, [FirstGuess(fleet, rates).layout(((0, 1),), 1)], 2), 5)
     (stage,) = trial.timing.stages
-    token = sum(one.token for one in stage.passes) + stage.logits / stage.layers
+    token = sum(one.token for one in stage.passes) + stage.last.busy / stage.layers
     assert token[0] == pytest.approx(token[1], rel=1e-3)
     assert trial.layouts[0].parts[0].heads == (3, 1)
 
