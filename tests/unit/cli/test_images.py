@@ -20,13 +20,11 @@ def test_images_reach_the_planner(hexi, asked, command, out):
     assert "with 8 images of 1,024 patches (2,048 tokens)" in " ".join(result.out.split())
 
 
-def test_plans_that_do_not_train_with_images_say_so(hexi):
-    for words, code in (((), True), (("--no-unequal-stages",), False)):
-        result = hexi("plan", "cluster.yaml", *JOB, *GIVEN, *words, "--effort", "low", "-o", "plan.yaml")
-        said = " ".join((result.out + result.err).split())
-        assert result.code == 0
-        assert ("layers of their own yet; for now, plan with --no-unequal-stages" in said) == code
-        assert "divided images: Megatron's pretrain_gpt.py trains nothing like it" in said
+def test_plans_of_divided_images_say_which_script_trains_nothing_like_it(hexi):
+    result = hexi("plan", "cluster.yaml", *JOB, *GIVEN, "--effort", "low", "-o", "plan.yaml")
+    said = " ".join((result.out + result.err).split())
+    assert result.code == 0
+    assert "divided images: Megatron's pretrain_gpt.py trains nothing like it" in said
 
 
 def test_images_need_not_be_divided(hexi, asked):
