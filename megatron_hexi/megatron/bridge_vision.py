@@ -33,12 +33,6 @@ def refuse_vision(config: Any) -> None:
     Raises:
         HexiError: the configuration, or the plan, has such a thing.
     """
-    chunks = config.model.virtual_pipeline_model_parallel_size
-    if chunks is not None:
-        raise HexiError(
-            f"model.virtual_pipeline_model_parallel_size {chunks}: losses of images are other ones where a "
-            "pipeline is interleaved; leave it out"
-        )
     given = given_plan()
     assert given is not None, "the job has a plan"
     if given.plan.has_ministages:
@@ -47,6 +41,12 @@ def refuse_vision(config: Any) -> None:
             "planner: {ministages: false} in the cluster file"
         )
     further = len(getattr(config.model.vision_config, "deepstack_visual_indexes", ()))
+    chunks = config.model.virtual_pipeline_model_parallel_size
+    if chunks is not None and further:
+        raise HexiError(
+            f"model.virtual_pipeline_model_parallel_size {chunks}: Bridge does not build a decoder in chunks "
+            "whose layers add features of images; leave it out"
+        )
     stages, layers = config.model.pipeline_model_parallel_size, config.model.num_layers
     for row in domain_rows(given.plan, stages=stages, layers=layers):
         if row.stage == 0 and row.layers is not None and row.layers[1] < further:

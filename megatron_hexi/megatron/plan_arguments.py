@@ -136,15 +136,23 @@ def set_terms(args: Namespace) -> None:
 def check_interleaving(args: Namespace) -> None:
     """Check that an interleaved pipeline can run each replica's micro-batches.
 
-    It runs micro-batches in groups; Megatron would fail late, and on the ranks of one replica alone.
+    It runs micro-batches in groups; Megatron would fail late, and on the ranks of one replica alone. Between
+    two stages activations and gradients go the same way, and only overlapped communication tells them apart:
+    Megatron-LM refuses the other one, but Megatron Bridge trains with mixed-up rows.
 
     Raises:
-        PlanError: a replica takes too few micro-batches, or leaves too few for its last group.
+        PlanError: a replica takes too few micro-batches, or leaves too few for its last group; or two stages
+            do not overlap their communication.
     """
     given = given_plan()
     if given is None or args.virtual_pipeline_model_parallel_size is None:
         return
     stages = args.pipeline_model_parallel_size
+    if stages == 2 and not args.overlap_p2p_comm:
+        raise PlanError(
+            "overlap_p2p_comm False: of two interleaved stages each would take gradients for activations; "
+            "give overlap_p2p_comm True and batch_p2p_comm False"
+        )
     group = args.microbatch_group_size_per_vp_stage or stages
     if given.shares is not None:
         counts = {f"replicas[{number}]": share.count for number, share in enumerate(given.shares)}

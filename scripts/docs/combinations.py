@@ -187,6 +187,8 @@ def _hold_in_bridge(plan: Plan, stages: int = 1, chunks: int | None = None, **ar
         hidden_dropout=0.0,
         pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=chunks,
+        overlap_p2p_comm=chunks is not None,
+        batch_p2p_comm=chunks is None,
         pipeline_dtype=torch.float32,
     )
     model.expert_tensor_parallel_size = None  # which Bridge's providers leave open until the plan is held

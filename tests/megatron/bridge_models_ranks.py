@@ -101,7 +101,16 @@ class Job(NamedTuple):
         return self.model, self.precision
 
 
+#: Two stages of two chunks each.
+INTERLEAVED = {
+    "pipeline_model_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": 2,
+    "overlap_p2p_comm": True,
+    "batch_p2p_comm": False,
+}
 JOBS = {
+    "dense-chunks": Job("dense", "pipeline", INTERLEAVED),
+    "vision-chunks": Job("vision", "pipeline", INTERLEAVED),
     "experts": Job("experts", "groups"),
     "latent": Job("latent", "units"),
     "dense-bf16": Job("dense", "stages", precision="bf16_mixed"),
@@ -184,7 +193,11 @@ class Boxes(Results):
     """Saves losses, and each weight by the part of the whole weight that a rank holds."""
 
     def on_train_end(self, context: CallbackContext) -> None:
-        weights = {(name, cell): part.clone() for name, cell, _, part in parts(context.model[0].module)}
+        weights = {
+            (name, cell): part.clone()
+            for chunk in context.model
+            for name, cell, _, part in parts(chunk.module)
+        }
         torch.save((self._losses, weights), self._out / f"{self._name}-{dist.get_rank()}.pt")
 
 

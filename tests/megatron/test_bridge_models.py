@@ -178,6 +178,7 @@ SCRIPT = Path(__file__).parent / "bridge_models.py"
 #: The job of the default suite, and those that are trained on request.
 JOBS = ["experts-te", "vision", "vision-on", "vision-back", "vision-stages"]
 FURTHER = [
+    *("dense-chunks", "vision-chunks"),
     *("experts", "latent", "qwen3", "dense-bf16", "latent-te", "qwen3-units", "qwen3-groups"),
     *("vision-pipeline", "vision-units", "vision3", "vision3-pipeline", "vision3e"),
     *("vision-stages-there", "vision-encoder-stages", "vision-decoder-stages", "vision-lora-stages"),

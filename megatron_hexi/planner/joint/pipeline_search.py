@@ -91,6 +91,7 @@ class PipelineSearch:
     def __init__(self, request: Request, tables: StageTables) -> None:
         self._tables, self._pools = tables, tables.pools
         job = request.job
+        self._first_layers = job.first_layers
         is_fixed = "pipeline_parallel" in request.fixed
         deepest = min(DEEPEST, tables.layers)
         self._depths = [job.pipeline_parallel] if is_fixed else list(range(1, deepest + 1))
@@ -213,7 +214,7 @@ class PipelineSearch:
                 return None
             if took:
                 dealt = moved_layers(seconds, dealt, ways, micro_batches)
-            if tuple(dealt) in tried:
+            if tuple(dealt) in tried or dealt[0] < self._first_layers:
                 continue
             tried.add(tuple(dealt))
             stages = tuple(

@@ -37,9 +37,10 @@ LACKS = "plan.yaml: the first stage of replicas[{}] has 1 of the {} layers that 
         ({"plan": STAGES, "further": [5]}, None),
         ({"plan": STAGES}, None),
         (
-            {"model": {"virtual_pipeline_model_parallel_size": 2}},
+            {"model": {"virtual_pipeline_model_parallel_size": 2}, "further": [0]},
             "model.virtual_pipeline_model_parallel_size 2",
         ),
+        ({"model": {"virtual_pipeline_model_parallel_size": 2}}, None),
     ],
 )
 def test_it_is_refused_by_name(job: dict[str, Any], named: str | None, monkeypatch: pytest.MonkeyPatch):

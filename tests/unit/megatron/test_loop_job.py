@@ -127,6 +127,19 @@ def test_another_job_is_refused(wrong: dict[str, Any], message: str):
         hold(job(**wrong))
 
 
+def test_two_interleaved_stages_overlap_their_communication(tmp_path: Path):
+    """Else Megatron takes gradients for activations, from the third micro-batch on."""
+    head, _, _ = (REPOSITORY / "examples" / "own_loop.yaml").read_text().partition("\nreplicas:")
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        head.replace("layers: 2", "layers: 4") + "\nreplicas:\n- stages: [{domains: [{ranks: [0, 1]}]}]\n"
+    )
+    sizes: dict[str, Any] = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    one = job(pipeline_dtype=torch.float32, num_layers=4, **sizes)
+    with pytest.raises(HexiError, match=r"^overlap_p2p_comm False: .*; give overlap_p2p_comm True"):
+        hold(one, plan)
+
+
 def test_stages_with_layers_of_their_own_are_refused(tmp_path: Path):
     plan = tmp_path / "plan.yaml"
     stages = "[{layers: [0, 1], domains: [{ranks: [0, 1]}]}, {layers: [1, 2], domains: [{ranks: [2, 3]}]}]"

@@ -102,6 +102,12 @@ def test_a_first_stage_keeps_the_layers_that_add_features():
 def test_pipelines_whose_first_stages_would_lack_such_layers_are_passed_over():
     further = replace(JOB, model=replace(MODEL, layers=4, vision=replace(VISION, deepstack=3)))
     assert best_uneven(Request(further), MACHINES) == (None, 0)
+    further = replace(further, global_batch_size=1)
+    again = replace(further, recompute="selective")
+    timer = LayerTimer(again, MACHINES, [1], IN_WHOLE_STAGES, ("none", "selective", "full"))
+    search = PipelineSearch(Request(further), StageTables(Request(further), timer, timer.pools))
+    three = [StageShape((1, 0), 1), StageShape((1, 0), 1), StageShape((0, 1), 1)]
+    assert search.layered(three, 1, 1) is None
 
 
 @pytest.mark.parametrize("images", [IMAGES, None])
