@@ -46,7 +46,6 @@ LEFT = {
     "cli/planning.py": (1, "the imbalance of experts is stated of models that have some"),
     "convert/config.py": (2, "windows and further predictions are refused, each with a remedy"),
     "cost/experts.py": (1, "a plan places experts in domains, which other models do not have"),
-    "cost/held_weights.py": (1, "the last stage embeds tokens for further predictions"),
     "elastic/planning/survivors.py": (
         2,
         "balancing losses are means over a micro-batch; experts lie in stages",
