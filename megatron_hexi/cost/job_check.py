@@ -69,11 +69,12 @@ def _check_experts(plan: Plan, job: Job) -> None:
 
 
 def _check_images(plan: Plan, job: Job) -> None:
-    for row in domain_rows(plan):
-        if row.stage == 0 and row.layers is not None and row.layers[1] < job.first_layers:
+    for number, replica in enumerate(plan.replicas):
+        layers = replica.stages[0].layers
+        if layers is not None and layers[1] < job.first_layers:
             raise PlanError(
-                f"replicas[{row.replica}].stages[0].layers: the plan has {list(row.layers)}, but the job "
-                f"needs {job.first_layers} there; give the stage more, or say which images sequences have"
+                f"replicas[{number}].stages[0].layers: the plan has {list(layers)}, but the job needs "
+                f"{job.first_layers} there; give the stage more, or say which images sequences have"
             )
     if job.images is not None and plan.has_ministages:
         raise PlanError(

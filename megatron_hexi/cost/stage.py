@@ -103,7 +103,7 @@ class StageCost:
         counts = (count for _, count in self._runs)
         return tuple(count[unit_replica] if isinstance(count, np.ndarray) else count for count in counts)
 
-    @property
+    @cached_property
     def first(self) -> tuple[EndWork, ...]:
         """Work of the units of a first stage ahead of its layers; none of images where the job has none."""
         if self.encoding is None:

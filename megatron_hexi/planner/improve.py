@@ -100,17 +100,18 @@ class Improvement:
         best = self.climbed(starts, min(faster_than, plan.iteration_s)) or plan
         is_short_of_memory = plan.job.recompute != "none" or recomputes(plan.plan)
         is_near = plan.iteration_s < _OUT_OF_REACH * faster_than
-        if is_short_of_memory and is_near and len(self._cluster.ranks) <= _FEW_GPUS:
+        is_quick = request.effort == "low" or len(self._cluster.ranks) > _FEW_GPUS
+        if is_short_of_memory and is_near and not is_quick:
             # As many replicas: where memory is short, more only hold more weights.
             job = replace(request.job, data_parallel=len(plan.plan.replicas))
             alike = replace(request, job=job, fixed=request.fixed | {"data_parallel"})
-            for times in _ROOMIER if request.effort != "low" else ():
+            for times in _ROOMIER:
                 limit = min(faster_than, best.iteration_s)
                 faster = self.climbed(self._roomier(times, alike, limit), limit)
                 if faster is None and request.effort == "normal":
                     break
                 best = faster or best
-            if best.iteration_s < _SAVED * plan.iteration_s and request.effort != "low":
+            if best.iteration_s < _SAVED * plan.iteration_s and "data_parallel" not in request.fixed:
                 limit = min(faster_than, best.iteration_s)
                 best = self.climbed(self._roomier(max(_ROOMIER), request, limit), limit) or best
         return best

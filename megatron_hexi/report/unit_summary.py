@@ -14,6 +14,11 @@ from megatron_hexi.plan.units import Unit, unit_rows
 #: Traffic is counted for one sequence in bf16.
 BATCH = 1
 ELEMENT_BYTES = 2
+#: Fields that rows have of `Unit`.
+_OF_UNITS = (
+    *("ranks", "replica", "stage", "layers", "ministages", "recompute", "group", "tokens", "heads"),
+    *("state", "precision", "patches"),
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class UnitSummary:
         state: its share of the optimizer's state, relative to other units.
         experts: ranges of experts of its ranks, or one range that they divide; ``None``: all, divided.
         precision: ``bf16`` if it computes so in a job in fp8; ``None``: as the job says.
+        patches: its weight in the division of images; ``None``: it has none.
         ministages: the layers of each of its ministages; ``None``: it runs whole.
         order: order of the ministages; ``None``: one after the other.
         recompute: recomputation of the stage; ``None``: the job's setting.
@@ -56,6 +62,7 @@ class UnitSummary:
     state: int
     experts: tuple[Range, ...] | None
     precision: Literal["bf16"] | None
+    patches: int | None
     forward: Traffic
     backward: Traffic
 
@@ -86,28 +93,18 @@ def _summary(plan: Plan, number: int, unit: Unit) -> UnitSummary:
     sizes = workload.value_dim, sum(workload.exchanged_sizes)
     forward, backward = attention_traffic(schedule, workload.head_dim, BATCH, ELEMENT_BYTES, *sizes)
     return UnitSummary(
+        **{name: getattr(unit, name) for name in _OF_UNITS},
         rank=number,
-        ranks=unit.ranks,
-        replica=unit.replica,
-        stage=unit.stage,
-        layers=unit.layers,
-        ministages=unit.ministages,
         order=plan.replicas[unit.replica].order,
         offload=unit.offload or None,
-        recompute=unit.recompute,
         domain=unit.number,
         samples=unit.domain.samples,
         micro_batches=unit.domain.micro_batches,
-        group=unit.group,
         group_name=unit.domain.groups[unit.group].name,
-        tokens=unit.tokens,
         share=unit.tokens / workload.seq_length,
-        heads=unit.heads,
         kv_heads=schedule.own_kv,
         segments=schedule.segments,
-        state=unit.state,
         experts=unit.domain.members[unit.member].experts,
-        precision=unit.precision,
         forward=forward,
         backward=backward,
     )

@@ -170,7 +170,7 @@ class ElasticJob:
         return CopyBoard(store, store.get("copies/round").decode()).safe() or 0
 
     def decisions(self) -> list[dict[str, Any]]:
-        """Of rank 0 for the present round, and for those before it whose copies were loaded, in their order.
+        """Return rank 0's decisions for the rounds up to the present one whose copies were loaded, in order.
 
         Each has the nodes, the plan, the places of its ranks, and the copy that was loaded.
         """

@@ -66,21 +66,6 @@ PLANS = {
   stages:
   - {layers: [0, 4], domains: [{ranks: [2], patches: 1}]}
 """,
-    "apart": """\
-- micro_batches: 3
-  stages:
-  - layers: [0, 0]
-    domains:
-    - groups:
-      - segments: [[0, 101]]
-        members:
-        - {ranks: [0], tokens: 71, heads: [0, 3], patches: 2}
-        - {ranks: [1], tokens: 30, heads: [3, 4], patches: 1}
-  - {layers: [0, 4], domains: [{ranks: [3]}]}
-- micro_batches: 1
-  stages:
-  - {layers: [0, 4], domains: [{ranks: [2], patches: 1}]}
-""",
     "samples": """\
 - micro_batches: 2
   stages:
@@ -104,15 +89,6 @@ job: {micro_batch_size: 2}
 - micro_batches: 1
   stages:
   - {layers: [0, 4], domains: [{ranks: [3]}]}
-""",
-    "last-units": """\
-- micro_batches: 3
-  stages:
-  - {layers: [0, 1], domains: [{ranks: [0]}]}
-  - {layers: [1, 4], domains: [{ranks: [2, 3]}]}
-- micro_batches: 1
-  stages:
-  - {layers: [0, 4], domains: [{ranks: [1]}]}
 """,
     "units": """\
 - stages:
@@ -171,6 +147,8 @@ job: {micro_batch_size: 2}
   - {layers: [0, 4], domains: [{ranks: [1]}]}
 """,
 }
+PLANS["apart"] = PLANS["dealt-stages"].replace("[0, 2]", "[0, 0]").replace("[2, 4]", "[0, 4]")
+PLANS["last-units"] = PLANS["unit-stages"]
 #: Tokens of a plan's sequence, where not 101.
 LENGTHS = dict.fromkeys(("even-units", "first-units", "last-units"), 102)
 LENGTHS |= {"packed": 202, "packed-units": 204}

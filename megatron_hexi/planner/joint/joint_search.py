@@ -23,7 +23,7 @@ _CLASSES = (1, 2, 4, 8)
 #: The most times that columns with estimated times are timed, and all columns packed again.
 _ROUNDS = 12
 #: Factors by which columns may take longer than the plan that is made of them: in general, and for one
-#: replica whose stages differ and do not mix kinds of GPU.
+#: replica whose stages do not mix kinds of GPU.
 _NEAR, _NEARLY_EXACT = 1.1, 1.03
 #: Sets of replicas that take longer than this factor of the best's time are left out.
 _FAR = 1.5
@@ -75,8 +75,7 @@ class JointSearch:
         tried: list[tuple[Candidate, Packed]] = []
         for number, packed in enumerate(finalists):
             progress("plans of the joint search", number, len(finalists) + 1)
-            error = _NEAR if self._is_roomy and _is_even(packed.columns[0]) else _error(packed)
-            if packed.seconds > error * faster_than:
+            if packed.seconds > self._error(packed) * faster_than:
                 continue
             candidate = self._assembly.run(packed, polished=False)
             if candidate is not None:
@@ -149,11 +148,7 @@ class JointSearch:
                 whole = [column for column in columns if len(column.pipe.stages) == 1]
                 for some in (columns, whole):
                     sets += _best(part, some, replicas, _FAR * _least(faster_than, sets))
-                even = (
-                    [column for column in columns if _is_even(column)]
-                    if self._is_roomy and replicas[0] == 1
-                    else []
-                )
+                even = list(filter(_is_even, columns)) if self._is_roomy and replicas[0] == 1 else []
                 sets += itertools.islice(_best(part, even, replicas, _FAR * _least(faster_than, sets)), 1)
                 for some in _alike(columns) if replicas[0] > 1 else ():
                     sets += itertools.islice(_best(part, some, replicas, _least(faster_than, sets)), 1)
@@ -165,6 +160,16 @@ class JointSearch:
             columns = part.find(1, shards, width, whole=False)
             yield from itertools.islice(_best(part, columns, range(1, 2), most_s), 1)
 
+    def _error(self, packed: Packed) -> float:
+        """Return by what factor, 1 or more, packed replicas may overestimate the seconds of their plan.
+
+        Where memory is short, even pipelines become faster as their stages are interleaved.
+        """
+        alone = len(packed.columns) == 1
+        is_mixed = any(len(shape.kinds) > 1 for column in packed.columns for shape in column.pipe.shapes)
+        may_gain = self._is_roomy and _is_even(packed.columns[0])
+        return _NEARLY_EXACT if alone and not is_mixed and not may_gain else _NEAR
+
     def _replicas(self, part: ReplicaColumns, shards: int) -> range:
         """Return the numbers of replicas in the class from `shards` on, within the fixed number and batch."""
         most = min(part.micro_batches, sum(part.pools.totals))
@@ -173,13 +178,6 @@ class JointSearch:
             return range(fixed, fixed + 1) if _class_of(fixed) == shards and fixed <= most else range(0)
         end = most if shards == _CLASSES[-1] else min(most, 2 * shards - 1)
         return range(shards, end + 1)
-
-
-def _error(packed: Packed) -> float:
-    """Return by what factor, 1 or more, packed replicas may overestimate the seconds of their plan."""
-    alone = len(packed.columns) == 1
-    is_mixed = any(len(shape.kinds) > 1 for column in packed.columns for shape in column.pipe.shapes)
-    return _NEARLY_EXACT if alone and not is_mixed else _NEAR
 
 
 def _least(seconds: float, sets: list[Packed]) -> float:

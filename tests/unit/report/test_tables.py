@@ -22,6 +22,7 @@ from megatron_hexi.plan import (
     proportional_plan,
     validate_plan,
 )
+from megatron_hexi.planner.moves.edit import with_members
 from megatron_hexi.report.pictures import draw_plan, save_picture
 from megatron_hexi.report.tables import plan_report
 from megatron_hexi.report.unit_summary import unit_summaries
@@ -327,3 +328,11 @@ def test_units_in_bf16_of_a_job_in_fp8_are_told_apart():
     kinds = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
     assert kinds == ["H100", "A100, in bf16"]
     assert "precision" in text_of(plan)
+
+
+def test_weights_by_which_images_are_divided_are_shown_of_units_that_have_some():
+    plan = proportional_plan(WORKLOAD, [[[1], [1]]])
+    assert "patches" not in text_of(plan)
+    plan = with_members(plan, lambda member: replace(member, patches=8192 * (1 + member.lead)))
+    assert {row.patches for row in unit_summaries(plan)} == {8192, 16384}
+    assert all(word in text_of(plan) for word in ("patches", "8,192", "16,384"))
