@@ -32,6 +32,9 @@ OF_BRIDGE: Final[dict[str, Any]] = {"package": "megatron-bridge", "versions": ">
 #: Bridge's errors where the optimizer's state cannot be loaded into another layout.
 _OF_ONE_LAYOUT = re.compile("not supported for DistributedOptimizer|distrib_optim_sharding_type")
 
+#: A weight of a layer of a ministage that comes before the first of its stage's `layers`.
+_BEFORE = re.compile(r"(.+?\.layers\.)(-\d+)(\..+)")
+
 
 @patched(f"{_MODULE}:generate_state_dict", why="weights of a stage are stored as single boxes", **OF_BRIDGE)
 def _with_own_boxes(
@@ -123,6 +126,23 @@ def _of_own_stage(original: Callable[..., Any], self: Any, megatron_model: list[
         return original(self, megatron_model)
 
 
+@patched(
+    "megatron.bridge.models.conversion.model_bridge:_megatron_local_name_to_global",
+    why="layers of ministages are named by numbers from the first of their stage, which may be below 0",
+    **OF_BRIDGE,
+)
+def _in_the_model(
+    original: Callable[..., str], models: Any, config: Any, param_name: str, *args: Any, **kwargs: Any
+) -> str:
+    found = _BEFORE.fullmatch(param_name)
+    if found is None:
+        return original(models, config, param_name, *args, **kwargs)
+    from megatron.core.utils import unwrap_model
+
+    layer = unwrap_model(models[0]).get_submodule(found[1] + found[2])
+    return f"{found[1]}{layer.layer_number - 1}{found[3]}"
+
+
 BRIDGE_CHECKPOINT_PATCHES = (
     Patch(f"{_MODULE}:get_rng_state", by_rank.why, by_rank.build, **OF_BRIDGE),
     _with_own_boxes,
@@ -130,4 +150,5 @@ BRIDGE_CHECKPOINT_PATCHES = (
     _into_buckets,
     _as_given,
     _of_own_stage,
+    _in_the_model,
 )

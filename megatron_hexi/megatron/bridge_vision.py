@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,11 +36,6 @@ def refuse_vision(config: Any) -> None:
     """
     given = given_plan()
     assert given is not None, "the job has a plan"
-    if given.plan.has_ministages:
-        raise HexiError(
-            f"{given.path}: its stages run in ministages, which do not run an encoder; make a plan with "
-            "planner: {ministages: false} in the cluster file"
-        )
     further = len(getattr(config.model.vision_config, "deepstack_visual_indexes", ()))
     chunks = config.model.virtual_pipeline_model_parallel_size
     if chunks is not None and further:
@@ -49,9 +45,11 @@ def refuse_vision(config: Any) -> None:
         )
     stages, layers = config.model.pipeline_model_parallel_size, config.model.num_layers
     for row in domain_rows(given.plan, stages=stages, layers=layers):
-        if row.stage == 0 and row.layers is not None and row.layers[1] < further:
+        first = row.ministages[0] if row.ministages else row.layers
+        if row.stage == 0 and first is not None and first[1] < further:
+            what = "ministage" if row.ministages else "stage"
             raise HexiError(
-                f"{given.path}: the first stage of replicas[{row.replica}] has {row.layers[1]} of the "
+                f"{given.path}: the first {what} of replicas[{row.replica}] has {first[1]} of the "
                 f"{further} layers that add features of images; give it all of them"
             )
 
@@ -74,6 +72,8 @@ def _of_own_losses(
     sample = dict(next(data_iterator))
     if sample.get("tokens") is None:
         sample["tokens"] = sample.pop("input_ids")
+    # Bridge moves images to the device in place, and ministages read a batch again.
+    sample["visual_inputs"] = copy.copy(sample.get("visual_inputs"))
     sample = whole_sequences(sample, session.seq_length)
     AHEAD.take(sample, session.seq_length)
     sample |= cut_batch({name: sample.get(name) for name in ("labels", "loss_mask", *END_KEYS)}, session)

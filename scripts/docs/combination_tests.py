@@ -186,6 +186,8 @@ TESTS: Final[Mapping[str, Mapping[str, str]]] = {
         "replicas": _IMAGES.format("vision"),
         "stages": _IMAGES.format("vision-stages"),
         "samples": _IMAGES.format("vision-samples"),
+        "ministages": _IMAGES.format("vision-sole-turns"),
+        "offload": _IMAGES.format("vision-turns"),
         "interleaving": _IMAGES.format("vision-chunks"),
         "planner": f"{_U}/planner/test_images.py::test_plans_divide_images_and_are_faster_for_it",
         "simulator": f"{_U}/cost/test_encoder.py::test_the_simulator_encodes_as_long",

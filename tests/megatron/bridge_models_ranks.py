@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from megatron_hexi.megatron.stages.stage_checkpoints import whole_models
 from tests.megatron import bridge_vision, latent_spec
 from tests.megatron.bridge_ranks import ITERATIONS, SHARED, Results, configuration
 
@@ -149,6 +150,13 @@ JOBS = {
     "vision-there": Job("vision", "groups", load="alone"),
     "vision3-on": Job("vision3", "pipeline", {"pipeline_model_parallel_size": 2}, load="vision3"),
     "vision3e-back": Job("vision3e", "", load="vision3e"),
+    "vision-turns": Job("vision", "turns"),
+    "vision-sole-turns": Job("vision", "sole-turns"),
+    "vision3-sole-turns": Job("vision3", "sole-turns"),
+    "vision-unit-turns": Job("vision", "unit-turns", {"sequence_parallel": True, "seq_length": 102}),
+    "vision-interleaved": Job("vision", "interleaved"),
+    "vision-turns-back": Job("vision", "", load="vision-turns"),
+    "vision-turns-there": Job("vision", "turns", load="alone"),
     "vision-halved": Job("vision", "dealt-stages"),
     "vision-encoder-stages": Job("vision-encoder", "dealt-stages"),
     "vision-decoder-stages": Job("vision-decoder", "dealt-stages"),
@@ -193,11 +201,12 @@ class Boxes(Results):
     """Saves losses, and each weight by the part of the whole weight that a rank holds."""
 
     def on_train_end(self, context: CallbackContext) -> None:
-        weights = {
-            (name, cell): part.clone()
-            for chunk in context.model
-            for name, cell, _, part in parts(chunk.module)
-        }
+        with whole_models(context.model):
+            weights = {
+                (name, cell): part.clone()
+                for chunk in context.model
+                for name, cell, _, part in parts(chunk.module)
+            }
         torch.save((self._losses, weights), self._out / f"{self._name}-{dist.get_rank()}.pt")
 
 

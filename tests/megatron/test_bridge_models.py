@@ -147,10 +147,58 @@ job: {micro_batch_size: 2}
   - {layers: [0, 4], domains: [{ranks: [1]}]}
 """,
 }
+#: All that a stage can offload waits in host memory.
+PLANS["turns"] = """\
+- micro_batches: 3
+  stages:
+  - layers: [0, 2]
+    ministages: 2
+    offload: [parameters, optimizer, activations]
+    domains:
+    - groups:
+      - segments: [[0, 101]]
+        members:
+        - {ranks: [0], tokens: 71, heads: [0, 3], patches: 2}
+        - {ranks: [1], tokens: 30, heads: [3, 4], patches: 1}
+  - {layers: [2, 4], ministages: 2, domains: [{ranks: [3]}]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 4], domains: [{ranks: [2], patches: 1}]}
+"""
+# Weights of one stage alone, which ranks gather for each ministage; first layers that add features.
+PLANS["sole-turns"] = """\
+- stages:
+  - layers: [0, 4]
+    ministages: [2, 1, 1]
+    domains:
+    - groups:
+      - segments: [[0, 40], [70, 101]]
+        members:
+        - {ranks: [0], tokens: 50, heads: [0, 3]}
+        - {ranks: [1], tokens: 21, heads: [3, 4]}
+      - segments: [[40, 70]]
+        members:
+        - {ranks: [2], tokens: 20, heads: [0, 3]}
+        - {ranks: [3], tokens: 10, heads: [3, 4]}
+"""
+PLANS["unit-turns"] = """\
+- micro_batches: 3
+  stages:
+  - {layers: [0, 2], ministages: 2, domains: [{ranks: [0, 1]}]}
+  - {layers: [2, 4], ministages: 2, domains: [{ranks: [2]}]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 4], domains: [{ranks: [3]}]}
+"""
+PLANS["interleaved"] = (
+    PLANS["turns"]
+    .replace("    offload: [parameters, optimizer, activations]\n", "")
+    .replace("- micro_batches: 3\n", "- micro_batches: 3\n  order: interleaved\n")
+)
 PLANS["apart"] = PLANS["dealt-stages"].replace("[0, 2]", "[0, 0]").replace("[2, 4]", "[0, 4]")
 PLANS["last-units"] = PLANS["unit-stages"]
 #: Tokens of a plan's sequence, where not 101.
-LENGTHS = dict.fromkeys(("even-units", "first-units", "last-units"), 102)
+LENGTHS = dict.fromkeys(("even-units", "first-units", "last-units", "unit-turns"), 102)
 LENGTHS |= {"packed": 202, "packed-units": 204}
 SCRIPT = Path(__file__).parent / "bridge_models.py"
 #: The job of the default suite, and those that are trained on request.
@@ -164,6 +212,8 @@ FURTHER = [
     *("vision-stages-on", "vision-stages-back", "vision3-stages", "vision3e-stages"),
     *("vision3-units", "vision3-heads", "vision-packed", "vision3-packed"),
     *("vision-there", "vision3-on", "vision3e-back"),
+    *("vision-turns", "vision-sole-turns", "vision3-sole-turns", "vision-unit-turns"),
+    *("vision-interleaved", "vision-turns-back", "vision-turns-there"),
     *("vision-encoder", "vision-decoder", "vision-lora", "vision3-lora", "vision-halved"),
 ]
 #: Norms of Transformer Engine's and of Megatron's own layers that have two names.
@@ -253,6 +303,8 @@ GO_ON = {
     "vision-stages-on": "vision-first-units",
     "vision-stages-back": "vision-first-units",
     "vision-stages-there": None,
+    "vision-turns-back": "vision-turns",
+    "vision-turns-there": None,
 }
 
 

@@ -31,7 +31,9 @@ class StageSlices:
     def __init__(self, model: Any, place: Unit) -> None:
         from megatron.core.utils import get_attr_wrapped_model
 
-        self._model = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+        self._whole = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+        # Beside an encoder of images the decoder's model is a part.
+        self._model = getattr(self._whole, "language_model", self._whole)
         self._decoder = self._model.decoder
         layers = iter(self._decoder.layers)
         assert place.ministages is not None
@@ -49,6 +51,8 @@ class StageSlices:
         modules = list(enumerate(self._layers))
         if self._is_first:
             modules.append((0, model.embedding))
+            if self._whole is not model:  # what else it has is the encoder
+                modules += [(0, part) for part in self._whole.children() if part is not model]
         if self._is_last:
             norm = "final_norm" if model.config.is_hybrid_model else "final_layernorm"
             modules += [(last, getattr(self._decoder, norm)), (last, model.output_layer)]
@@ -91,6 +95,7 @@ class StageSlices:
                 model.shared_embedding_or_output_weight = lambda: shared
                 stack.callback(delattr, model, "shared_embedding_or_output_weight")
             ends, layers = {"pre_process": first, "post_process": last}, self._layers[number]
+            stack.enter_context(attributes(self._whole, **ends))
             stack.enter_context(attributes(model, **ends, mtp_process=model.mtp_process and last))
             stack.enter_context(attributes(decoder, **ends, layers=layers))
             stack.enter_context(attributes(decoder, num_layers_per_pipeline_rank=len(layers)))

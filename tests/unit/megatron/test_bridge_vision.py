@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,17 +23,21 @@ STAGES = """\
   - {layers: [0, 1], domains: [{ranks: [2]}]}
   - {layers: [1, 4], domains: [{ranks: [3]}]}
 """
-MINISTAGES = STAGES.replace("], domains", "], ministages: 1, domains")
+MINISTAGES = """\
+- stages:
+  - {layers: [0, 4], ministages: [1, 3], domains: [{ranks: [0]}]}
+"""
 PIPELINE = "- stages:\n  - domains: [{ranks: [0]}]\n"
-LACKS = "plan.yaml: the first stage of replicas[{}] has 1 of the {} layers that add features of images"
+LACKS = "plan.yaml: the first stage of replicas[{}] has {} of the {} layers that add features of images"
 
 
 @pytest.mark.parametrize(
     ("job", "named"),
     [
-        ({"plan": MINISTAGES}, "plan.yaml: its stages run in ministages, which do not run an encoder"),
-        ({"plan": STAGES, "further": [0, 1]}, LACKS.format(1, 2)),
-        ({"model": {"pipeline_model_parallel_size": 4}, "further": [0, 1, 3]}, LACKS.format(0, 3)),
+        ({"plan": MINISTAGES}, None),
+        ({"plan": MINISTAGES, "further": [0, 1]}, LACKS.replace("stage", "ministage").format(0, 1, 2)),
+        ({"plan": STAGES, "further": [0, 1]}, LACKS.format(1, 1, 2)),
+        ({"model": {"pipeline_model_parallel_size": 4}, "further": [0, 1, 3]}, LACKS.format(0, 1, 3)),
         ({"model": {"pipeline_model_parallel_size": 2}, "further": [0, 1]}, None),
         ({"plan": STAGES, "further": [5]}, None),
         ({"plan": STAGES}, None),
@@ -58,3 +63,20 @@ def test_it_is_refused_by_name(job: dict[str, Any], named: str | None, monkeypat
         bridge_vision.refuse_vision(config)
     assert str(problem.value).startswith(named)
     assert "; " in str(problem.value)  # a remedy
+
+
+def test_a_batch_that_is_read_again_keeps_its_images_where_they_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bridge_vision, "active_session", lambda: SimpleNamespace(seq_length=8))
+    for name in ("whole_sequences", "cut_batch"):
+        monkeypatch.setattr(bridge_vision, name, lambda sample, _: sample)
+    images = SimpleNamespace(pixel_values="on the host")
+
+    def as_bridge_moves_them(batches: Iterator[dict[str, Any]]) -> Any:
+        moved = next(batches)["visual_inputs"]
+        moved.pixel_values = "on the device"
+        return moved
+
+    read = bridge_vision.BRIDGE_VISION_PATCHES[1].build(as_bridge_moves_them)
+    batch = {"input_ids": None, "visual_inputs": images}
+    assert read(iter([batch])).pixel_values == "on the device"
+    assert images.pixel_values == "on the host"
