@@ -29,8 +29,9 @@ _NEAR, _NEARLY_EXACT = 1.1, 1.03
 _FAR = 1.5
 #: The most plans that are built, and the most sets from one list of columns: of one replica, and of several.
 _FINALISTS, _RIVALS = 12, (4, 2)
-#: The most plans that are polished, if they take less than this factor of the best's time.
-_POLISHED, _TIED = 2, 1.01
+#: The most plans that are polished, if they take less than this factor of the best's time: with the GPUs'
+#: memory, and with more, where saving memory gains more in some plans than in others.
+_POLISHED, _TIED = 2, (1.01, 1.02)
 #: A plan with experts is polished if it takes less than this factor of the time of a plan known before.
 _OUT_OF_REACH = 1.01
 
@@ -84,11 +85,18 @@ class JointSearch:
                     faster_than = min(faster_than, candidate.iteration_s)
                 yield candidate
         tried.sort(key=lambda entry: entry[0].order)
-        for candidate, packed in tried[:_POLISHED]:
-            if candidate.iteration_s < min(_TIED * tried[0][0].iteration_s, worth_polishing_s):
+        for candidate, packed in self._to_polish(tried):
+            if candidate.iteration_s < min(
+                _TIED[self._is_roomy] * tried[0][0].iteration_s, worth_polishing_s
+            ):
                 polished = self._assembly.run(packed, polished=True)
                 if polished is not None:
                     yield polished
+
+    def _to_polish(self, tried: list[tuple[Candidate, Packed]]) -> list[tuple[Candidate, Packed]]:
+        """Return the fastest plans and, where memory is short, the fastest one of a single replica."""
+        alone = (entry for entry in tried[_POLISHED:] if self._is_roomy and len(entry[1].columns) == 1)
+        return [*tried[:_POLISHED], *itertools.islice(alone, 1)]
 
     def _repeated(self, progress: Progress, faster_than: float) -> list[Packed]:
         """Return sets of replicas that fill one of several equal parts of the fleet, repeated for each part.

@@ -29,6 +29,7 @@ NETWORK = 25
 SHORT_OF_MEMORY = (
     ("flops/flops-2-mixed/gpt-70b/256K/dp1", 4, 2, 166.0),
     ("simulation/sim-32/gpt-70b/128K/auto", 8, 1, 123.0),
+    ("simulation/sim-64/gpt-70b/1M/auto", 8, 1, 3770.0),
 )
 
 
@@ -192,7 +193,7 @@ def test_short_sequences_are_dealt_by_samples():
 
 @pytest.mark.parametrize(("cell", "tensor_parallel", "pipeline_parallel", "most_s"), SHORT_OF_MEMORY)
 def test_plans_that_only_saving_memory_makes_fast_are_found(cell, tensor_parallel, pipeline_parallel, most_s):
-    """Stages of one kind in interleaved ministages, and replicas that hold their state on the host."""
+    """Stages of one kind in interleaved ministages, replicas with state on the host, a single replica."""
     (asked,) = (one for one in suite() if one.name == cell)
     job = replace(asked.job, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel)
     planned = find_plan(as_asked(job, asked.data_parallel), load_cluster(asked.cluster))
