@@ -1,27 +1,22 @@
 """Simulation of an iteration of a plan, event by event: computing, sending and waiting. No torch here."""
 
-from megatron_hexi.lab.simulator.difference import PhaseComparison, compare_with_model
 from megatron_hexi.lab.simulator.drawn_documents import DrawnDocuments, draw_documents
 from megatron_hexi.lab.simulator.simulated_iteration import simulate
 from megatron_hexi.lab.simulator.simulation import (
-    Findings,
     LinkUse,
-    Meeting,
+    PhaseComparison,
     RankTimeline,
-    Scattering,
     Simulation,
     Span,
+    compare_with_model,
 )
 from megatron_hexi.lab.simulator.trace import chrome_trace
 
 __all__ = [
     "DrawnDocuments",
-    "Findings",
     "LinkUse",
-    "Meeting",
     "PhaseComparison",
     "RankTimeline",
-    "Scattering",
     "Simulation",
     "Span",
     "chrome_trace",

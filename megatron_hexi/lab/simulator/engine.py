@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.lab.simulator.fair_network import CLOSE, FairNetwork, Meetings
+from megatron_hexi.lab.simulator.fair_network import CLOSE, FairNetwork
 from megatron_hexi.lab.simulator.routes import RouteTable
 from megatron_hexi.lab.simulator.simulation import Lane
 from megatron_hexi.lab.simulator.unit_program import (
@@ -66,13 +66,14 @@ class Log:
         marks: time at which each unit passed each point of each layer pass, [passes, points, U].
         left: start of each message, [M].
         arrived: arrival of each message, [M].
+        most_at_once: the most transfers that shared each link at a time.
         activities: work and batches, in the order in which they ended.
     """
 
     marks: Floats
     left: Floats
     arrived: Floats
-    meetings: Meetings
+    most_at_once: list[int]
     activities: list[Activity] = field(default_factory=list)
     waits: list[Waiting] = field(default_factory=list)
     end: float = 0.0
@@ -84,7 +85,7 @@ class Engine:
     def __init__(self, program: StageProgram, table: RouteTable, progress: Progress | None = None) -> None:
         units = len(program.units)
         self._program = program
-        self._network = FairNetwork(table, program.route, program.size, program.sets, program.set_kinds)
+        self._network = FairNetwork(table, program.route, program.size)
         self._latency: list[float] = table.latency[program.route].tolist()
         self._progress = progress
         self._total = sum(map(len, program.units)) + len(program.size)
@@ -98,7 +99,7 @@ class Engine:
         self._ends_there = [0] * len(program.size)
         never = np.full(len(program.size), np.inf)
         marks = np.zeros((len(program.laps), len(POINTS), units))
-        self._log = Log(marks, never, never.copy(), self._network.meetings)
+        self._log = Log(marks, never, never.copy(), self._network.most_at_once)
 
     def run(self) -> Log:
         """Run from the first instruction to the last."""

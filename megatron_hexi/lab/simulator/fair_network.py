@@ -6,9 +6,6 @@ the network is recomputed when one of its transfers begins or ends.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
@@ -16,24 +13,8 @@ from megatron_hexi.lab.simulator.routes import RouteTable
 
 #: Times and rates that differ by less are equal.
 CLOSE = 1e-12
-_FULL = 1 - 1e-9
 #: Relative difference below which shares are equal, so that rounding does not add rounds.
 _CLOSE = 1e-9
-
-
-@dataclass
-class Meetings:
-    """Statistics of transfers that share links.
-
-    Args:
-        most: most transfers on each link at a time.
-        together: most transfers of one set on a link at a time, by set and link.
-        foreign_s: seconds in which transfers of different sets shared a full link, by link and kinds.
-    """
-
-    most: list[int]
-    together: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
-    foreign_s: dict[tuple[int, tuple[str, ...]], float] = field(default_factory=lambda: defaultdict(float))
 
 
 class FairNetwork:
@@ -42,19 +23,14 @@ class FairNetwork:
     Args:
         route: number of each transfer's route.
         size: bytes of each transfer.
-        sets: set of each transfer; the cost model assumes that a set is in flight together.
-        kinds: contents of the transfers of each set, as text.
     """
 
-    def __init__(self, table: RouteTable, route: Ints, size: Floats, sets: Ints, kinds: list[str]) -> None:
+    def __init__(self, table: RouteTable, route: Ints, size: Floats) -> None:
         self._table = table
         self._route = route
-        self._sets: list[int] = sets.tolist()
-        self._kinds = kinds
         count = len(table.capacity)
         self._of: list[tuple[int, ...]] = [table.own[number] for number in route.tolist()]
         self._on: list[set[int]] = [set() for _ in range(count)]
-        self._on_sets: list[Counter[int]] = [Counter() for _ in range(count)]
         # The load of one transfer on each link: 1, or the tensor-parallel size.
         loads = np.ones(count, dtype=np.int64)
         np.maximum.at(loads, table.links, table.weights.astype(np.int64))
@@ -68,21 +44,15 @@ class FairNetwork:
         self._parts: dict[int, Ints] = {}
         self._numbers = 0
         self._changed: set[int] = set()
-        self._shared: dict[int, tuple[float, tuple[str, ...]]] = {}
-        self.meetings = Meetings([0] * count)
+        #: The most transfers on each link at a time.
+        self.most_at_once = [0] * count
 
     def begin(self, transfer: int, now: float) -> None:
         """Let the bytes of a transfer flow."""
         self._since[transfer] = now
-        own_set = self._sets[transfer]
-        meetings = self.meetings
         for link in self._of[transfer]:
             self._on[link].add(transfer)
-            sets = self._on_sets[link]
-            sets[own_set] += 1
-            meetings.most[link] = max(meetings.most[link], len(self._on[link]) * self._lanes[link])
-            if sets[own_set] > 1:
-                meetings.together[own_set, link] = max(meetings.together[own_set, link], sets[own_set])
+            self.most_at_once[link] = max(self.most_at_once[link], len(self._on[link]) * self._lanes[link])
             self._changed.add(link)
 
     def settle(self, now: float) -> list[tuple[float, int]]:
@@ -92,7 +62,6 @@ class FairNetwork:
         while changed:
             link = changed.pop()
             if not self._on[link]:
-                self._note(link, now, full=False)
                 continue
             transfers, links = self._joined(link)
             changed -= links
@@ -106,13 +75,8 @@ class FairNetwork:
             return []
         finished: list[int] = members[self._end[members] <= now * (1 + CLOSE)].tolist()
         for transfer in finished:
-            own_set = self._sets[transfer]
             for link in self._of[transfer]:
                 self._on[link].discard(transfer)
-                sets = self._on_sets[link]
-                sets[own_set] -= 1
-                if not sets[own_set]:
-                    del sets[own_set]
                 self._changed.add(link)
         return finished
 
@@ -141,8 +105,6 @@ class FairNetwork:
             self._left[only], self._rate[only], self._since[only] = remaining, rate, now
             self._end[only], self._part[only] = end, number
             self._parts[number] = np.array(transfers)
-            for link in links:
-                self._note(link, now, full=False)
             return float(end), number
         members = np.array(transfers)
         for old in set(self._part[members].tolist()):
@@ -158,19 +120,7 @@ class FairNetwork:
         self._left[members], self._rate[members], self._since[members] = remaining, rates, now
         self._end[members], self._part[members] = ends, number
         self._parts[number] = members
-        load = np.bincount(at.ravel(), (weights * rates[:, None]).ravel(), len(capacity))
-        for link, full in zip(links, (load >= _FULL * capacity).tolist(), strict=False):
-            self._note(link, now, full)
         return float(ends.min()), number
-
-    def _note(self, link: int, now: float, full: bool) -> None:
-        """Record for how long transfers of different sets share a full link."""
-        if link in self._shared:
-            since, kinds = self._shared.pop(link)
-            self.meetings.foreign_s[link, kinds] += now - since
-        sets = self._on_sets[link]
-        if full and len(sets) > 1:
-            self._shared[link] = now, tuple(sorted({self._kinds[number] for number in sets}))
 
 
 def fair_rates(links: Ints, weights: Floats, capacity: Floats) -> Floats:

@@ -85,7 +85,7 @@ class Replay:
         program, log = self.program, self.log
         units = np.concatenate([program.src, program.dst])
         left, arrived = np.tile(log.left, 2), np.tile(log.arrived, 2)
-        laps = np.tile(np.array(program.set_laps, dtype=np.int64)[program.sets], 2)
+        laps = np.tile(program.pass_numbers, 2)
         order = np.argsort(left, kind="stable")
         columns = (values[order].tolist() for values in (units, laps, left, arrived))
         times: list[list[tuple[int, float, float]]] = [[] for _ in program.units]

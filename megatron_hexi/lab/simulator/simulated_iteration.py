@@ -18,7 +18,6 @@ from megatron_hexi.cost.sections import Section
 from megatron_hexi.grouping import grouped
 from megatron_hexi.lab.simulator.engine import Progress
 from megatron_hexi.lab.simulator.extend import StageTimes, extend_stage
-from megatron_hexi.lab.simulator.findings import find
 from megatron_hexi.lab.simulator.replay import SectionReplay, replay_layers
 from megatron_hexi.lab.simulator.simulation import LinkUse, RankTimeline, Simulation, Span
 from megatron_hexi.models import Job
@@ -70,7 +69,6 @@ def simulate(
         ),
         pipeline=tuple(tuple(one.spans()) for one in pipelines),
         links=_links(timing, replays, stages, phases.total),
-        findings=find([replay for own in replays for replay in own]),
         layers=max(replay.whole.layers for own in replays for replay in own),
         stage_layers=max(max(section.by_domain(section.parts.layers)) for section in sections),
         kinds=kind_names(job.model),
@@ -196,7 +194,7 @@ def _links(
             for link, name in enumerate(table.names):
                 sizes[name] += float(carried[link])
                 capacity[name] = float(table.capacity[link])
-                most[name] = max(most[name], replay.whole.log.meetings.most[link])
+                most[name] = max(most[name], replay.whole.log.most_at_once[link])
     uses = [LinkUse(name, size, size / capacity[name] / whole, most[name]) for name, size in sizes.items()]
     return tuple(sorted(uses, key=lambda use: -use.busy_share))
 
@@ -209,8 +207,7 @@ def _carried(replay: SectionReplay, times: Floats) -> Floats:
     """
     program, table, first = replay.whole.program, replay.whole.table, replay.units.start
     own = (first <= program.src) & (program.src < replay.units.stop)
-    laps = np.array(program.set_laps, dtype=np.int64)[program.sets[own]]
-    size = program.size[own] * times[laps, program.src[own] - first]
+    size = program.size[own] * times[program.pass_numbers[own], program.src[own] - first]
     routes = program.route[own]
     loads = table.weights[routes] * size[:, None]
     return np.bincount(table.links[routes].ravel(), loads.ravel(), len(table.capacity))

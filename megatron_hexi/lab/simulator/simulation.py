@@ -1,4 +1,4 @@
-"""A simulated iteration: times of every rank, events, links, and effects that the cost model ignores."""
+"""A simulated iteration: times of every rank, events and links, and its difference from the cost model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_hexi.cost import Phases
+from megatron_hexi.cost import IterationCost, Phases
 from megatron_hexi.cost.once import Once
 from megatron_hexi.cost.pipeline import PassSpan
 from megatron_hexi.cost.ranks import RankPlace
 
 Lane = Literal["compute", "network"]
+#: Part of an iteration that sums in another order may leave.
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -81,54 +83,6 @@ class LinkUse:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Transfers that shared a full link although the cost model assumes that they never do.
-
-    Args:
-        share: part of the replayed time in which they shared it.
-    """
-
-    link: str
-    kinds: tuple[str, ...]
-    share: float
-
-
-@dataclass(frozen=True)
-class Scattering:
-    """Transfers of one set that the cost model assumes to share a link, and that did not all share it.
-
-    Args:
-        spared_s: seconds that the link would need for the transfers that did not share it.
-    """
-
-    kind: str
-    link: str
-    counted: int
-    met: int
-    spared_s: float
-
-
-@dataclass(frozen=True)
-class Findings:
-    """Effects in the replay that the cost model ignores.
-
-    Args:
-        meetings: shared links, the longest time first.
-        lead: time between the first and the last group of a replica at the end of a layer, as a part of the
-            layer.
-        unready: time between the first and the last member of a group that is ready for an all-to-all,
-            likewise.
-        unsteady: relative difference in time of the last two layers.
-    """
-
-    meetings: tuple[Meeting, ...]
-    scatterings: tuple[Scattering, ...]
-    lead: float
-    unready: float
-    unsteady: float
-
-
-@dataclass(frozen=True)
 class Simulation:
     """A simulated iteration.
 
@@ -153,7 +107,6 @@ class Simulation:
     spans: tuple[Span, ...]
     pipeline: tuple[tuple[PassSpan, ...], ...]
     links: tuple[LinkUse, ...]
-    findings: Findings
     layers: int
     stage_layers: int
     kinds: tuple[str, ...] = ("",)
@@ -162,3 +115,30 @@ class Simulation:
     def idle_share(self) -> float:
         """Part of all ranks' time in which they neither compute nor communicate."""
         return sum(rank.idle_share for rank in self.ranks) / len(self.ranks)
+
+
+@dataclass(frozen=True)
+class PhaseComparison:
+    """A phase in the cost model and in the simulator.
+
+    Args:
+        phase: a phase of `Phases`, or ``iteration``.
+    """
+
+    phase: str
+    model_s: float
+    simulated_s: float
+
+    @property
+    def difference_s(self) -> float:
+        """Seconds by which the simulator exceeds the model."""
+        return self.simulated_s - self.model_s
+
+
+def compare_with_model(simulation: Simulation, cost: IterationCost) -> tuple[PhaseComparison, ...]:
+    """Return the phases that take time, and last the whole iteration, in the cost model and simulated."""
+    simulated = simulation.phases.by_name
+    rows = (PhaseComparison(name, seconds, simulated[name]) for name, seconds in cost.phases.by_name.items())
+    least_s = _ROUNDING * cost.iteration_s
+    whole = PhaseComparison("iteration", cost.iteration_s, simulation.iteration_s)
+    return (*(row for row in rows if max(row.model_s, row.simulated_s) > least_s), whole)

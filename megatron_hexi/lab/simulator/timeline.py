@@ -73,17 +73,14 @@ def links_table(links: Sequence[LinkUse]) -> Table:
 
 
 def differences_table(differences: Sequence[PhaseComparison]) -> Table:
-    """Return a table of the cost model and the simulator with reasons; the whole iteration comes last."""
-    columns = ("phase", "model", "simulated", "difference", "why")
-    table = make_table(columns, ("phase", "why"), _PHASES_CAPTION)
-    table.columns[-1].overflow = "fold"
+    """Return a table of the cost model and the simulator; the whole iteration comes last."""
+    table = make_table(("phase", "model", "simulated", "difference"), ("phase",), _PHASES_CAPTION)
     for row in differences:
         table.add_row(
             spell_phase(row.phase),
             spell_seconds(row.model_s),
             spell_seconds(row.simulated_s),
             f"{row.difference_s / differences[-1].model_s:+.1%}",
-            Text(row.why),
             end_section=row is differences[-2],
         )
     return table
@@ -109,7 +106,6 @@ def timeline_dict(
         "layer_kinds": list(filter(None, simulation.kinds)),
         "ranks": [dataclasses.asdict(rank) for rank in simulation.ranks],
         "links": [dataclasses.asdict(link) for link in simulation.links],
-        "findings": dataclasses.asdict(simulation.findings),
         "drawn_documents": drawn and dataclasses.asdict(drawn) | {"imbalance": drawn.imbalance},
         "differences": [dataclasses.asdict(row) | {"difference_s": row.difference_s} for row in differences],
     }

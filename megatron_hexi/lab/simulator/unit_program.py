@@ -120,7 +120,7 @@ class StageProgram:
         dst: receiving unit, [M].
         size: bytes on one GPU, [M].
         route: number of each message's route, [M].
-        sets: set of each message; the cost model assumes that a set is in flight together, [M].
+        pass_numbers: number of the layer pass that each message belongs to, [M].
     """
 
     units: list[list[Instruction]]
@@ -129,9 +129,7 @@ class StageProgram:
     dst: Ints
     size: Floats
     route: Ints
-    sets: Ints
-    set_kinds: list[str]
-    set_laps: list[int]
+    pass_numbers: Ints
     batches: list[tuple[UnitBatch, UnitBatch]]
 
 
@@ -167,8 +165,7 @@ class _Builder:
         self.routes: list[Ints] = []
         self.units: list[list[Instruction]] = [[] for _ in range(sum(sizes))]
         self.batches: list[tuple[UnitBatch, UnitBatch]] = []
-        self.set_kinds: list[str] = []
-        self.set_laps: list[int] = []
+        self.pass_numbers: list[int] = []
 
     def add(self, number: int, lap: LayerPass) -> None:
         """Add a layer pass, or the logits."""
@@ -282,8 +279,7 @@ class _Builder:
             number += 1
         self.sent.append(messages)
         self.routes.append(route)
-        self.set_kinds.append(alike.carries)
-        self.set_laps.append(alike.lap)
+        self.pass_numbers += [alike.lap] * len(messages.src)
         return batches
 
 
@@ -302,7 +298,6 @@ def build_program(
     builder = _Builder(sections, traffic, routes)
     for number, lap in enumerate(laps):
         builder.add(number, lap)
-    counts = [len(messages.src) for messages in builder.sent]
     return StageProgram(
         units=builder.units,
         laps=tuple(laps),
@@ -310,9 +305,7 @@ def build_program(
         dst=np.concatenate([messages.dst for messages in builder.sent]),
         size=np.concatenate([messages.size for messages in builder.sent]),
         route=np.concatenate(builder.routes),
-        sets=np.repeat(np.arange(len(counts)), counts),
-        set_kinds=builder.set_kinds,
-        set_laps=builder.set_laps,
+        pass_numbers=np.array(builder.pass_numbers, dtype=np.int64),
         batches=builder.batches,
     )
 

@@ -1,4 +1,4 @@
-"""Where the simulator and the cost model must differ, and why; all kinds of plans, clusters and jobs."""
+"""Where the simulator and the cost model must differ, and by how much; all kinds of plans and clusters."""
 
 import dataclasses
 from random import Random
@@ -20,7 +20,7 @@ from tests.unit.lab.test_simulator import job_for, nodes_for
 GB = 1e9
 
 
-def reasons(plan, job, known, gpus=None):
+def compared(plan, job, known, gpus=None):
     found, cost = simulate(plan, job, known, gpus), estimate(plan, job, known, gpus)
     rows = {row.phase: row for row in compare_with_model(found, cost)}
     assert rows["iteration"].simulated_s == found.iteration_s
@@ -36,30 +36,28 @@ def test_transfers_that_the_model_never_lets_meet():
     job = tiny_job(data_parallel=2, global_batch_size=2, overlap_gradients=False)
     plan = proportional_plan(job.workload(), [[[1.0], [1.0]], [[1.0, 1.0]]])
     known = cluster([("a", "PLAIN", 2), ("b", "PLAIN", 2)], per="node", bandwidth=5)
-    found, cost, rows = reasons(plan, job, known, gpus=[0, 2, 1, 3])
+    found, cost, rows = compared(plan, job, known, gpus=[0, 2, 1, 3])
     assert found.iteration_s > 1.05 * cost.iteration_s
-    assert "all-to-all in and keys share" in rows["exchange"].why
-    assert "network" in rows["exchange"].why
-    assert rows["iteration"].why == "mostly exchange"
-    assert {"a-0 network out", "b-0 network in"} <= {meeting.link for meeting in found.findings.meetings}
-    assert all(0 < meeting.share < 1 for meeting in found.findings.meetings)
+    assert rows["exchange"].difference_s > 0.5 * rows["iteration"].difference_s
+    assert {"a-0 network out", "b-0 network in"} <= {
+        link.name for link in found.links if link.most_at_once > 1
+    }
     # With a card each there is nothing to share.
-    alone, model, _ = reasons(
+    alone, model, _ = compared(
         plan, job, cluster([("a", "PLAIN", 2), ("b", "PLAIN", 2)], bandwidth=5), [0, 2, 1, 3]
     )
     assert alone.iteration_s == pytest.approx(model.iteration_s, rel=0.02)
-    assert not alone.findings.meetings
 
 
-def test_a_link_that_is_never_full_is_no_meeting_place():
+def test_a_link_that_is_never_full_slows_nothing():
     job = tiny_job(data_parallel=2, global_batch_size=2, overlap_gradients=False)
     plan = proportional_plan(job.workload(), [[[1.0], [1.0]], [[1.0, 1.0]]])
     levels = "levels:\n- {name: rack, groups: [[a], [b]], bandwidth_gb_s: 1000}\n"
     known = cluster([("a", "PLAIN", 2), ("b", "PLAIN", 2)], bandwidth=5, extra=levels)
-    found, _, _ = reasons(plan, job, known, [0, 2, 1, 3])
+    found, cost, _ = compared(plan, job, known, [0, 2, 1, 3])
     rack = next(link for link in found.links if link.name == "rack 0 out")
     assert rack.most_at_once == 2
-    assert not found.findings.meetings
+    assert found.iteration_s == pytest.approx(cost.iteration_s, rel=0.02)
 
 
 def test_transfers_that_the_model_counts_together():
@@ -68,23 +66,17 @@ def test_transfers_that_the_model_counts_together():
     job = tiny_job(overlap_gradients=False)
     plan = proportional_plan(job.workload(), [[[1.0], [2.0], [1.0, 4.0]]])
     known = cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1), ("c", "PLAIN", 2)], bandwidth=8)
-    found, cost, rows = reasons(plan, job, known)
+    found, cost, rows = compared(plan, job, known)
     assert found.iteration_s < 0.95 * cost.iteration_s
-    assert "transfers of keys on" in rows["exchange"].why
-    assert "share it at a time" in rows["exchange"].why
-    assert {one.kind for one in found.findings.scatterings} >= {"keys", "gradients"}
-    for one in found.findings.scatterings:
-        assert 1 <= one.met < one.counted
-        assert one.spared_s > 0
+    assert rows["exchange"].difference_s < 0.5 * rows["iteration"].difference_s
 
 
 def test_lags_are_made_up():
     job = tiny_job(overlap_gradients=False)
     known = cluster([("a", "PLAIN", 2), ("b", "PLAIN", 1)], bandwidth=32)
-    found, cost, rows = reasons(proportional_plan(job.workload(), [[[2.0, 1.0], [2.0]]]), job, known)
+    found, cost, rows = compared(proportional_plan(job.workload(), [[[2.0, 1.0], [2.0]]]), job, known)
     assert found.iteration_s < 0.995 * cost.iteration_s
-    assert found.findings.lead > 0.02
-    assert "lags are made up" in rows["exchange"].why
+    assert rows["exchange"].difference_s < 0.5 * rows["iteration"].difference_s
 
 
 def test_units_of_gpus_share_what_a_node_shares():
@@ -126,9 +118,6 @@ def test_any_plan(plan, recompute):
     # Shapes that nobody would plan differ a lot, but no work is lost.
     assert found.iteration_s >= max(rank.busy_s for rank in found.ranks) * (1 - 1e-9)
     assert 0.3 < found.iteration_s / cost.iteration_s < 3
-    assert all(
-        row.why for row in compare_with_model(found, cost) if abs(row.difference_s) > 0.01 * cost.iteration_s
-    )
 
 
 def test_any_gpus():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.kinds import Experts, Latent, Window
-from megatron_hexi.lab.simulator import chrome_trace, compare_with_model, simulate
+from megatron_hexi.lab.simulator import chrome_trace, simulate
 from megatron_hexi.lab.simulator.replay import replay_layers
 from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
 from megatron_hexi.lab.simulator.unit_program import FROM_EXPERTS, TO_EXPERTS
@@ -91,7 +91,7 @@ def test_tokens_travel_to_experts_and_back_by_hand():
     timing, (replay,) = replayed(plan, tiny_job(model=SPARSE), known)
     program, log = replay.whole.program, replay.whole.log
     there, back = (
-        np.array([program.set_kinds[one] == name for one in program.sets])
+        np.array([batch.carries == name for batch, _ in program.batches])
         for name in (TO_EXPERTS, FROM_EXPERTS)
     )
     first = {True: np.flatnonzero(there)[:2], False: np.flatnonzero(back)[:2]}
@@ -182,7 +182,6 @@ def test_each_kind_counts_as_often_as_it_has_layers():
         found, cost = simulate(plan, job, known), estimate(plan, job, known)
         for name, seconds in cost.phases.by_name.items():
             assert found.phases.by_name[name] == pytest.approx(seconds, rel=1e-9, abs=1e-15)
-        assert {row.why for row in compare_with_model(found, cost)} == {""}
 
 
 def test_stages_have_the_kinds_of_their_own_layers():

@@ -134,8 +134,6 @@ def carry_out(programs, capacity, messages, ends, latency=0.0):
         np.array(size, float),
         np.arange(len(routes)),
         whole,
-        ["keys"],
-        [0],
         ends,
     )
     log = Engine(program, table).run()
@@ -152,7 +150,7 @@ def test_who_comes_later_takes_half():
     # Alone for 1 s (10 of 20), half for 2 s; then the second has 20 of its 30 left.
     arrived, log = run([10], [(0, 1, 20, [0]), (2, 3, 30, [0])], begins=[0, 0, 1, 1])
     assert arrived == pytest.approx([3, 5])
-    assert log.meetings.most == [2, 0]
+    assert log.most_at_once == [2, 0]
     assert log.end == pytest.approx(5)
 
 
