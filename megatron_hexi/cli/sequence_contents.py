@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,11 @@ from megatron_hexi.cli.output import say
 from megatron_hexi.errors import HexiError
 from megatron_hexi.models import Images, Job, read_documents
 from megatron_hexi.plan.flags import flag_name, spell_flag
+
+
+def _option(text: str, *flag: str, metavar: str | None = None) -> Any:
+    return typer.Option(*flag, help=text, metavar=metavar, rich_help_panel="The job")
+
 
 BatchShares = Annotated[
     bool,
@@ -29,30 +34,33 @@ class SequenceContents(Bundle):
 
     document_lengths: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens of the documents that are packed into sequences and attend within themselves "
+        _option(
+            "Tokens of the documents that are packed into sequences and attend within themselves "
             "(--dataloader-inter-document-masking, --sft): a JSON list, or lines of LENGTH or LENGTH COUNT, "
             "or log-normal, such as lognormal:1500,1.2,32768. Default: a sequence is one document.",
             metavar="FILE|lognormal:MEDIAN,SIGMA[,MAX]",
-            rich_help_panel="The job",
         ),
     ] = None
 
     images_per_sequence: Annotated[
         int | None,
-        typer.Option(
-            help="Images of a sequence, of a model with an encoder; a video is an image for each pair of its "
+        _option(
+            "Images of a sequence, of a model with an encoder; a video is an image for each pair of its "
             "frames. Default: none, and the encoder is left out.",
             metavar="N",
-            rich_help_panel="The job",
         ),
     ] = None
-    patches: Annotated[
-        int | None,
-        typer.Option(
-            help="Patches of an image, before they are merged.", metavar="N", rich_help_panel="The job"
-        ),
-    ] = None
+    patches: Annotated[int | None, _option("Patches of an image, before they are merged.", metavar="N")] = (
+        None
+    )
+    freeze_vision_model: Annotated[
+        bool,
+        _option("The encoder of images is not trained, only its projectors.", "--freeze-vision-model"),
+    ] = False
+    freeze_vision_projection: Annotated[
+        bool,
+        _option("The projectors behind the encoder are not trained.", "--freeze-vision-projection"),
+    ] = False
 
     def with_contents(self, job: Job, *, dealt: bool, divided: bool = True) -> Job:
         """Return the job with the documents and images of the options.
@@ -64,23 +72,27 @@ class SequenceContents(Bundle):
             divided: whether plans divide images among the units of a first stage.
 
         Raises:
-            HexiError: only one of the options on images is given, or the model has no encoder.
+            HexiError: options on images are given without their number and size, or the model has no encoder.
         """
         return self._with_documents(self._with_images(job, divided), dealt)
 
     def _with_images(self, job: Job, divided: bool) -> Job:
         count, patches = self.images_per_sequence, self.patches
+        frozen = {name: getattr(self, name) for name in ("freeze_vision_model", "freeze_vision_projection")}
         if count is not None and patches is not None:
-            return replace(job, images=Images(count, patches, divided))
+            return replace(job, images=Images(count, patches, divided, **frozen))
         given = {"images_per_sequence": count, "patches": patches}
-        names = [flag_name(name) for name, value in given.items() if value is None]
-        if len(names) == 1:
-            (there,) = (spell_flag(name, value) for name, value in given.items() if value is not None)
-            raise HexiError(f"{there}: counts only with {names[0]}; give that too")
+        there = [spell_flag(name, value) for name, value in given.items() if value is not None]
+        there += [flag_name(name) for name, value in frozen.items() if value]
+        missing = " and ".join(flag_name(name) for name, value in given.items() if value is None)
+        if there and job.model.vision is None:
+            raise HexiError(f"{there[0]}: {job.model.name} has no encoder of images; leave it out")
+        if there:
+            raise HexiError(f"{there[0]}: counts only with {missing}; give that too")
         if job.model.vision is not None:
             say(
-                f"note: {job.model.name} has an encoder of images, which is left out; give {names[0]} and "
-                f"{names[1]} to count it"
+                f"note: {job.model.name} has an encoder of images, which is left out; give {missing} to "
+                "count it"
             )
         return job
 

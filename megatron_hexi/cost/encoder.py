@@ -72,13 +72,13 @@ class Encoding:
     Args:
         layers: passes of one layer of the encoder, [2][U].
         outside: passes of the patches' embedding and of the projectors, [2][U].
-        sent: seconds in which features reach the rows' owners, and their gradients come back, [domains].
+        sent: seconds in which features reach the rows' owners, and their gradients come back, [2][domains].
         count: number of the encoder's layers.
     """
 
     layers: Times
     outside: Times
-    sent: Floats
+    sent: Times
     count: int
 
     def work(self, again: Counts) -> EndWork:
@@ -97,16 +97,18 @@ def encoding(section: Section, links: LinkTable) -> Encoding | None:
     vision, images = section.job.model.vision, section.images
     if section.job.images is None or vision is None:
         return None
-    seconds, sent = np.zeros((2, 2, len(section.units))), np.zeros(len(section.replicas))
+    seconds, sent = np.zeros((2, 2, len(section.units))), np.zeros((2, len(section.replicas)))
     if images is not None:
         for speeds, units in section.placement.stage.by_kind:
             seconds[..., units] = encoder_times(speeds, section.job, images.of_units[units])
         sent = _sent(section, images, vision, links)
-    return Encoding(Times(*seconds[0]), Times(*seconds[1]), sent, vision.layers)
+    return Encoding(Times(*seconds[0]), Times(*seconds[1]), Times(*sent), vision.layers)
 
 
 def encoder_times(speeds: Speeds, job: Job, images: Floats) -> tuple[Times, Times]:
     """Return the seconds of one layer of a GPU's encoder, and of what is outside its layers.
+
+    A frozen encoder has no backward pass. Frozen projectors pass gradients on to an encoder that is trained.
 
     Args:
         job: the job, with images.
@@ -124,22 +126,26 @@ def encoder_times(speeds: Speeds, job: Job, images: Floats) -> tuple[Times, Time
     whole = vision.full_layers / vision.layers if vision.window else 1.0
     pairs = zip((whole, 1 - whole), (patches, near), strict=True)
     attention = [part * np.array(square_times(speeds, own, rows * side, side)) for part, side in pairs]
-    layers = Times(*(np.array(token) + own.model.heads * sum(attention)))
+    layers = np.array(token) + own.model.heads * sum(attention)
+    layers[1] *= job.trains_encoder
     merged = rows / vision.merge**2
     projector = Products.of(vision.merged_size, vision.merged_size)
     projector += Products.of(vision.merged_size, job.model.hidden_size)
     outside = np.zeros((2, len(images)))
-    for size, seen in (
-        (Products.of(vision.patch_values, vision.hidden_size), rows),
-        ((1 + vision.deepstack) * projector, merged),
+    projectors = (1 + vision.deepstack) * projector
+    back = job.trains_encoder or job.trains_projectors
+    for size, seen, trained, passes_back in (
+        (Products.of(vision.patch_values, vision.hidden_size), rows, True, job.trains_encoder),
+        (projectors, merged, job.trains_projectors, back),
     ):
-        rate = rates(speeds.output, seen)
-        outside += product_seconds(rate, speeds.memory, seen, size, Elements.of(own))
-    return layers, Times(*outside)
+        elements = replace(Elements.of(own), adapters=None if trained else 0)
+        found = product_seconds(rates(speeds.output, seen), speeds.memory, seen, size, elements)
+        outside += found.forward, found.backward * passes_back
+    return Times(*layers), Times(*outside)
 
 
 def _sent(section: Section, images: ImagesOfUnits, vision: Vision, links: LinkTable) -> Floats:
-    """Return the seconds of features to the owners of their rows and of gradients back, [domains]."""
+    """Return the seconds of features to the owners of their rows, and of gradients back, [2, domains]."""
     job, plan = section.job, section.arrays
     assert job.images is not None
     found = np.zeros(len(section.replicas))
@@ -150,7 +156,7 @@ def _sent(section: Section, images: ImagesOfUnits, vision: Vision, links: LinkTa
         src, dst = (ends.ravel() for ends in np.meshgrid(units, units, indexing="ij"))
         src, dst = src[src != dst], dst[src != dst]
         size = features[src] * plan.tokens[dst] / job.seq_length
-        found[domain] = 2 * links.set_seconds(
+        found[domain] = links.set_seconds(
             section.placement.stage.gpus[src], section.placement.stage.gpus[dst], size, job.tensor_parallel
         )
-    return found
+    return np.array([found, found * (job.trains_encoder or job.trains_projectors)])

@@ -13,35 +13,44 @@ from megatron_hexi.models.job import Job
 
 
 class EncoderBytes(NamedTuple):
-    """Bytes that the images of a micro-batch keep on a unit until their backward pass.
+    """Bytes that the images of a micro-batch take on a unit, most of them until their backward pass.
 
     Args:
         layer: bytes of a layer.
         again: bytes of a layer that is computed again.
         outside: bytes outside layers.
+        once: bytes that are free before the next micro-batch: of a layer, and outside layers, where layers
+            are frozen.
     """
 
     layer: Floats
     again: Floats
     outside: Floats
+    once: Floats
 
-    def kept(self, count: int, again: Counts) -> Floats:
-        """Return the bytes of all layers, of which `again` are computed again; one of these is whole."""
+    def kept(self, count: int, again: Counts, in_flight: Counts) -> Floats:
+        """Return the bytes of all layers, of which `again` are computed again; one of these is whole.
+
+        Args:
+            in_flight: number of micro-batches whose activations are kept.
+        """
         whole = np.where(np.greater(again, 0), self.layer, 0.0)
-        return self.outside + (count - again) * self.layer + again * self.again + whole
+        kept = self.outside + (count - again) * self.layer + again * self.again + whole
+        return self.once + in_flight * kept
 
 
 def layers_again(job: Job, layers: Counts, again: Counts) -> Counts:
     """Return how many layers of the encoder are computed again: as many as of its stage's layers, or all.
 
     Megatron Bridge gives the encoder the decoder's --recompute-granularity, method and number of layers.
+    Frozen layers have no backward pass that would compute them again.
 
     Args:
         layers: number of the decoder's layers in the stage.
         again: number of these that are computed again.
     """
     vision = job.model.vision
-    if vision is None or not job.again.is_whole:
+    if vision is None or not (job.again.is_whole and job.trains_encoder):
         return 0 * again
     return np.where(np.greater_equal(again, layers), vision.layers, np.minimum(again, vision.layers))
 
@@ -57,17 +66,28 @@ def encoder_bytes(job: Job, images: Floats) -> EncoderBytes:
     assert vision is not None
     rows, heads = images * own.seq_length, np.full(np.shape(images), float(own.model.heads))
     layer = rows * token_activation_bytes(own) + attention_bytes(own, rows, rows, heads, heads)
-    # Of each projector the norm's input, two factors and the activation between them, and the features.
-    columns = (1 + vision.deepstack) * (vision.merged_size * 4 + job.model.hidden_size)
-    outside = rows * (vision.patch_values + columns / vision.merge**2) * own.element_bytes
-    return EncoderBytes(layer, input_bytes(own, rows), outside)
+    # Of each projector the inputs of norm and activation, both factors if they are trained, and the features.
+    wide = vision.merged_size * (4 if job.trains_projectors else 2)
+    columns = (1 + vision.deepstack) * (wide + job.model.hidden_size) / vision.merge**2
+    merged, patches = (rows * each * own.element_bytes for each in (columns, vision.patch_values))
+    if job.trains_encoder:
+        return EncoderBytes(layer, input_bytes(own, rows), merged + patches, 0 * rows)
+    kept = merged * job.trains_projectors
+    return EncoderBytes(0 * rows, 0 * rows, kept, layer + patches + merged - kept)
 
 
-def kept_bytes(job: Job, part: ModelPart, images: Floats | float) -> Floats:
-    """Return the bytes that the images of a micro-batch keep on units with a part of the model, [U]."""
+def kept_bytes(job: Job, part: ModelPart, images: Floats | float, in_flight: Counts) -> Floats:
+    """Return the bytes that the images of micro-batches keep on units with a part of the model, [U].
+
+    Args:
+        images: number of images of a micro-batch that a unit encodes, or [U].
+        in_flight: number of micro-batches whose activations are kept, or [U].
+    """
     vision = job.model.vision
     if job.images is None or vision is None:
         return np.zeros(())
     held = np.asarray(images, dtype=float) + np.zeros(np.shape(part.layers))
-    found = encoder_bytes(job, held).kept(vision.layers, layers_again(job, part.layers, part.again))
+    found = encoder_bytes(job, held).kept(
+        vision.layers, layers_again(job, part.layers, part.again), in_flight
+    )
     return part.is_first * found

@@ -11,6 +11,7 @@ from megatron_hexi.cost.collectives import tensor_parallel_seconds
 from megatron_hexi.cost.compute import logits_times
 from megatron_hexi.cost.fp8 import computed_rows
 from megatron_hexi.cost.phases import Phases
+from megatron_hexi.cost.products import Times
 
 if TYPE_CHECKING:
     from megatron_hexi.cost.sections import Section
@@ -25,7 +26,7 @@ class EndWork(NamedTuple):
         forward: seconds ahead of the layers' forward pass, [U].
         backward: seconds of the backward pass, to which all of the loss belongs, [U].
         sums: seconds of its collectives inside each unit, [U].
-        sent: exposed seconds of its messages between units, both ways, [domains].
+        sent: exposed seconds of its messages between units, forward and backward, [2][domains].
     """
 
     name: str
@@ -33,7 +34,7 @@ class EndWork(NamedTuple):
     forward: Floats
     backward: Floats
     sums: Floats
-    sent: Floats
+    sent: Times
 
     @property
     def busy(self) -> Floats:
@@ -42,13 +43,13 @@ class EndWork(NamedTuple):
 
     def phases(self, domain: int, units: Ints) -> tuple[Phases, Phases]:
         """Return the seconds of a domain by phase, forward and backward, of the slowest of its units."""
-        sent, behind = float(self.sent[domain]) / 2, self.backward + self.sums
-        slowest = units[np.argmax(behind[units])]
+        ahead, behind = (float(seconds[domain]) for seconds in self.sent)
+        slowest = units[np.argmax((self.backward + self.sums)[units])]
         there: dict[str, float] = {self.phase: float(self.forward[units].max())}
         back: dict[str, float] = {self.phase: float(self.backward[slowest])}
         return (
-            Phases(**there, all_to_all=sent),
-            Phases(**back, all_to_all=sent, tensor_parallel=float(self.sums[slowest])),
+            Phases(**there, all_to_all=ahead),
+            Phases(**back, all_to_all=behind, tensor_parallel=float(self.sums[slowest])),
         )
 
 
@@ -65,4 +66,4 @@ def loss_work(section: Section) -> EndWork:
         # the input of its projection, which is 2 h wide, and one for the projection's output.
         each = tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
         sums = section.part.is_last * ((1 + 4 * job.model.mtp_layers) * each)
-    return EndWork("logits", "logits", nothing, times, sums, np.zeros(len(section.replicas)))
+    return EndWork("logits", "logits", nothing, times, sums, Times(*np.zeros((2, len(section.replicas)))))

@@ -35,7 +35,7 @@ class _Held(NamedTuple):
 
 
 class HeldWeights:
-    """The weights of a model that each rank holds, as boxes: layers, vocabulary matrices and norms.
+    """The trained weights that each rank holds, as boxes: layers, vocabulary matrices and norms.
 
     Training has finer boxes; here one box stands for all weights of a layer, which a rank holds alike. A box
     is cut in as many chunks as all tensor-parallel sizes divide. Norms, which every rank of a unit has whole,
@@ -119,7 +119,7 @@ class HeldWeights:
         for number, layers in enumerate(unit.ministages or (unit.layers,)):
             for kind, rows, of in _layer_boxes(model, layers):
                 yield _Held(_layers_key(kind), rows, of, 1 + layers[0], None if first is None else number)
-        for one in end_weights(self._job, unit.width):
+        for one in end_weights(self._job, unit.width, trained=True):
             ahead, behind = unit.stage == 0 and one.in_first, unit.is_last and one.in_last
             if ahead or behind:
                 ministage = None if ahead and behind else first if ahead else last

@@ -79,18 +79,19 @@ _MANY = 1e6
 FRAGMENTATION = 0.05
 
 
-def part_params(job: Job, part: ModelPart, experts: Floats | float = 0) -> Counts:
+def part_params(job: Job, part: ModelPart, experts: Floats | float = 0, *, trained: bool = False) -> Counts:
     """Return the number of weights on one GPU, of layers and outside of these.
 
     Args:
         experts: number of routed experts that it holds of each layer with experts; a slice is a part of one.
+        trained: whether to count only weights that are trained, themselves or by adapters.
     """
     model, tp = job.model, job.tensor_parallel
     kinds = zip(model.kinds, part.of_kinds(model), strict=True)
     params: Counts = sum(
         held.layers * (kind.layer_params(tp) + experts * kind.expert_params()) for kind, held in kinds
     )
-    for one in end_weights(job, tp):
+    for one in end_weights(job, tp, trained=trained):
         params = params + one.held(part.is_first, part.is_last) * (one.blocks * one.params)
     return params
 
@@ -246,10 +247,13 @@ def _part_memory(
     message_buffers: Floats | float,
 ) -> dict[str, Floats]:
     """Return the bytes of `part_memory` where all units compute in the job's precision."""
-    params = part_params(job, part, held.experts) + np.zeros(held.tokens.shape)
-    here, added, state = params, params, owned
+    here, added = (
+        part_params(job, part, held.experts, trained=trained) + np.zeros(held.tokens.shape)
+        for trained in (False, True)
+    )
+    state = owned + np.zeros(held.tokens.shape)
     if present is not None:
-        here, added, state = present.weights, present.gradients, present.state
+        here, added, state = here - added + present.weights, present.gradients, present.state
     rows, in_flight = job.micro_batch_size * held.tokens, part.in_flight(held.micro_batches)
     at_once = in_flight
     if np.any(part.ministages):
@@ -276,11 +280,9 @@ def _part_memory(
     loss = logits_bytes(job, rows, logit_bytes(job))
     logits = np.where(part.is_last, np.maximum(loss - working, 0.0), 0.0)
     working = working + part.borders * border_bytes(job, held.tokens)
-    encoder = in_flight * kept_bytes(job, part, held.images) + np.zeros(held.tokens.shape)
+    encoder = kept_bytes(job, part, held.images, in_flight) + np.zeros(held.tokens.shape)
     return {
-        **static_memory(
-            job, part, here, added, state + np.zeros(params.shape), held.fp8_copies, held.experts
-        ),
+        **static_memory(job, part, here, added, state, held.fp8_copies, held.experts),
         "activations": activations,
         "attention": attention,
         "working_set": working,
@@ -356,7 +358,7 @@ def token_bytes(
     routed = active * job.micro_batch_size * tokens / job.tensor_parallel
     turns = np.full(3, micro_batches)
     held = Holdings(tokens, attended, heads, keys, turns, flights, routed_rows=routed, fp8_copies=fp8_copies)
-    owned = owned_params(job, part_params(job, part), shards)
+    owned = owned_params(job, part_params(job, part, trained=True), shards)
     alone, *more = np.sum(list(part_memory(job, part, held, window, owned).values()), axis=0).tolist()
     return alone, (more[0] - alone) / _MANY, (more[1] - alone) / _MANY
 

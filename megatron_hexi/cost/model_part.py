@@ -79,6 +79,7 @@ class EndWeights(NamedTuple):
 
     Args:
         params: number of them on a rank, in each of `blocks` alike.
+        is_trained: whether they have gradients and optimizer state, or adapters that have.
     """
 
     name: str
@@ -86,29 +87,36 @@ class EndWeights(NamedTuple):
     in_first: bool
     in_last: bool
     blocks: int = 1
+    is_trained: bool = True
 
     def held(self, is_first: Bools | bool, is_last: Bools | bool) -> Bools | bool:
         """Return whether stages hold them, by their place in the pipeline."""
         return is_first & self.in_first | is_last & self.in_last
 
 
-def end_weights(job: Job, width: int) -> list[EndWeights]:
+def end_weights(job: Job, width: int, *, trained: bool = False) -> list[EndWeights]:
     """Return the weights outside layers on one rank of a unit of `width`: of tokens, images and losses.
 
     A last stage embeds the tokens that follow those it predicts, and has a tied embedding for its output.
+
+    Args:
+        trained: whether to leave frozen weights out.
     """
     model, predicts = job.model, job.model.mtp_layers > 0
     vocabulary, norm = model.vocab_params(width), model.norm_params(model.hidden_size)
     positions = model.learned_positions * model.hidden_size
+    encoder, projectors = (0, 0) if job.images is None else model.encoder_params
     found = (
         EndWeights("embedding", vocabulary, True, model.shares_embedding),
-        EndWeights("encoder", job.encoder_params, True, False),
+        EndWeights("encoder", encoder, True, False, is_trained=job.trains_encoder),
+        EndWeights("projectors", projectors, True, False, is_trained=job.trains_projectors),
         EndWeights("positions", positions, True, predicts),
         EndWeights("prediction", model.prediction_params(width), False, predicts, model.mtp_layers),
         EndWeights("norm", norm, False, True),
         EndWeights("output", vocabulary, False, not model.tied_embeddings),
     )
-    return [weights for weights in found if weights.params and (weights.in_first or weights.in_last)]
+    there = (one for one in found if one.is_trained or not trained)
+    return [weights for weights in there if weights.params and (weights.in_first or weights.in_last)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,7 +127,7 @@ def optimizer_times(
         owned = present.state
         on_host = hosts.step_seconds(job, stage.gpus, present.host_state, present.host_masters)
     whole = 0 if experts is None else experts.whole
-    held, own = part_params(job, section.part, whole) + times, owned + times
+    held, own = part_params(job, section.part, whole, trained=True) + times, owned + times
     copied = fp8_params(job, section.part, whole) + times
     for speeds, units in stage.by_kind:
         times[units] = optimizer_seconds(speeds, job, held[units], own[units], copied[units])

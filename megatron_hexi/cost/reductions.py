@@ -105,7 +105,7 @@ def repeated_reductions(
     owned: list[Floats | float] = []
     for (part, gpus, _), placed in zip(held, experts, strict=True):
         owners = shards or len(gpus)
-        owned.append(owned_params(job, part_params(job, part), owners))
+        owned.append(owned_params(job, part_params(job, part, trained=True), owners))
         if placed is not None:
             copies = len(np.unique(placed.domain)) * owners / len(gpus)
             routed = part_params(job, part, placed.whole) - part_params(job, part)
@@ -123,7 +123,7 @@ def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], ring
     collectives = weight_collectives(job)
     turns = tuple(Turn([], one.hides_behind) for one in collectives)
     for part, gpus, domains in stages:
-        params = part_params(job, part)
+        params = part_params(job, part, trained=True)
         for turn, one in zip(turns, collectives, strict=True):
             seconds = rings.seconds(gpus, float(params * one.element_bytes), job.tensor_parallel)
             turn.seconds.append(np.full(domains, seconds))

@@ -65,7 +65,8 @@ def _bytes(section: Section, micro_batches: Ints, memory: Mapping[str, Floats]) 
     for unit in np.unique(domains, return_index=True)[1]:
         part, low = section.part.of(unit), float(copies[domains == domains[unit]].min())
         alone, *more = token_bytes(job, part, section.window, 1, int(micro_batches[unit]), low)
-        static = static_memory(job, part, *3 * (part_params(job, part),), fp8_copies=low)
+        trained = part_params(job, part, trained=True)
+        static = static_memory(job, part, part_params(job, part), trained, trained, low)
         found.append((alone - float(sum(static.values())), *more))
     alone, held, attended = np.array(found).T[:, domains]
     return np.stack([alone + sum(memory[term] for term in static), held, attended])

@@ -257,9 +257,14 @@ class Job:
         return 1 if self.images is None or self.model.vision is None else self.model.vision.deepstack
 
     @property
-    def encoder_params(self) -> int:
-        """Number of weights of the encoder on each rank of a first stage; 0 without images."""
-        return 0 if self.images is None else self.model.encoder_params
+    def trains_encoder(self) -> bool:
+        """Whether the encoder of images is trained, without its projectors."""
+        return self.images is not None and not self.images.freeze_vision_model
+
+    @property
+    def trains_projectors(self) -> bool:
+        """Whether the projectors of images are trained."""
+        return self.images is not None and not self.images.freeze_vision_projection
 
     @cached_property
     def in_bf16(self) -> Job:

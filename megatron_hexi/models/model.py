@@ -38,12 +38,13 @@ class Model(Decoder):
         return Model(name=f"the encoder of {self.name}", vocab_size=1, tied_embeddings=True, **fields)
 
     @cached_property
-    def encoder_params(self) -> int:
-        """Number of weights of the encoder of images, which every rank has whole; 0 without one."""
+    def encoder_params(self) -> tuple[int, int]:
+        """Numbers of weights of a rank's encoder of images: without projectors, and of these; 0 without."""
         if self.vision is None or self.encoder is None:
-            return 0
+            return 0, 0
         layers = self.vision.layers * self.encoder.layer_params()
-        return layers + self.vision.params_outside_layers(self.hidden_size)
+        patches, projectors = self.vision.params_outside_layers(self.hidden_size)
+        return layers + patches, projectors
 
     def padded_vocab(self, tensor_parallel: int = 1) -> int:
         """Return the size of the vocabulary as Megatron pads it."""

@@ -79,8 +79,8 @@ class Vision:
         """Number of columns of the patches that the decoder takes as one token."""
         return self.merge**2 * self.hidden_size
 
-    def params_outside_layers(self, hidden_size: int) -> int:
-        """Return the weights of the patches' embedding, the positions and all projectors.
+    def params_outside_layers(self, hidden_size: int) -> tuple[int, int]:
+        """Return the numbers of weights of the patches' embedding with the positions, and of all projectors.
 
         Args:
             hidden_size: width of the decoder.
@@ -89,7 +89,7 @@ class Vision:
         width, norm = self.merged_size, 1 + self.norm_biases
         projector = width * (width + 1) + (width + 1) * hidden_size
         norms = norm * (self.hidden_size + self.deepstack * width)  # further ones are over merged patches
-        return patches + (1 + self.deepstack) * projector + norms
+        return patches, (1 + self.deepstack) * projector + norms
 
     def tokens(self, patches: float) -> float:
         """Return the number of the decoder's tokens of some patches."""
@@ -105,6 +105,8 @@ class Images:
         patches: number of patches of an image, before they are merged.
         divided: whether plans divide the images of a micro-batch among the units of a first stage; else every
             unit encodes all.
+        freeze_vision_model: whether the patches' embedding, the positions and the layers are not trained.
+        freeze_vision_projection: whether the projectors are not trained.
 
     Raises:
         HexiError: a value is no whole number above 0.
@@ -113,6 +115,8 @@ class Images:
     per_sequence: int
     patches: int
     divided: bool = True
+    freeze_vision_model: bool = False
+    freeze_vision_projection: bool = False
 
     def __post_init__(self) -> None:
         for field, flag in (("per_sequence", "images_per_sequence"), ("patches", "patches")):

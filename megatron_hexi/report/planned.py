@@ -122,8 +122,10 @@ def _spell_images(job: Job) -> str:
     images = job.images
     if images is None:
         return ""
-    tokens = f"{job.image_tokens:,.0f} tokens"
-    return f" with {images.per_sequence:,} images of {images.patches:,} patches ({tokens})"
+    parts = {"encoder": images.freeze_vision_model, "projectors": images.freeze_vision_projection}
+    frozen = " and ".join(name for name, is_frozen in parts.items() if is_frozen)
+    more = f"{job.image_tokens:,.0f} tokens" + (f", {frozen} frozen" if frozen else "")
+    return f" with {images.per_sequence:,} images of {images.patches:,} patches ({more})"
 
 
 def expert_lines(plan: Plan, cluster: Cluster) -> list[str]:

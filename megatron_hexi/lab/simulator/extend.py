@@ -72,7 +72,7 @@ def extend_stage(section: Section, replays: Sequence[SectionReplay], cost: Stage
     for work in cost.first:  # the loss is replayed with the last layer
         passes = [work.phases(one, np.flatnonzero(domains == one)) for one in range(len(phases))]
         phases = [found + there + back for found, (there, back) in zip(phases, passes, strict=True)]
-        forward, waits = forward + [there.total for there, _ in passes], waits + work.sent[domains]
+        forward, waits = forward + [there.total for there, _ in passes], waits + np.add(*work.sent)[domains]
     return replace(
         whole,
         replicas=tuple(phases),

@@ -247,7 +247,7 @@ class Floor:
         part, units = ModelPart.of_job(job, np.arange(job.pipeline_parallel)[:, None]), len(self._fleet.units)
         shared = part_params(job, part)
         routed = part_params(job, part, held.experts) - shared
-        owned = owned_params(job, shared, units)
+        owned = owned_params(job, part_params(job, part, trained=True), units)
         owned = owned + owned_params(job, routed, units * job.tensor_parallel / self._expert)
         needed = sum(part_memory(job, part, held, 1, owned).values())
         fullest = (needed / (GIB * self._usable[self._device])).max(axis=0)

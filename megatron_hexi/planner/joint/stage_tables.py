@@ -142,7 +142,7 @@ class StageTables:
         predictions = is_last * job.model.mtp_layers
         ahead = ahead_freed = np.zeros(())
         if job.images is not None:
-            _, ahead = layer.first.taken(job, first, count, 0 * count)
+            _, ahead = layer.first.taken(job, first, count, 0 * count, under_way)
             ahead_freed = first * (layer.first.kept[0] - layer.first.kept[1])
         for mode, again in self._choices(layer, room, count + predictions, under_way, ahead, ahead_freed):
             again = np.minimum(again, count)
@@ -153,8 +153,8 @@ class StageTables:
             seconds = held.seconds(layer.seconds, layer.added[mode]) + is_last * layer.logits
             if job.images is not None:
                 own_job = replace(job, recompute=offered[mode])
-                more, kept = layer.first.taken(own_job, first, count, again)
-                seconds, taken = seconds + more, taken + under_way * kept
+                more, kept = layer.first.taken(own_job, first, count, again, under_way)
+                seconds, taken = seconds + more, taken + kept
             if np.all(best <= seconds):
                 continue  # whatever room there is
             seconds = seconds * _stretch(layer.weight, room, taken)
@@ -181,8 +181,8 @@ class StageTables:
 
         Args:
             count: numbers of layers, with those of multi-token prediction, [L].
-            ahead: bytes that a first stage keeps of what is ahead of its layers.
-            ahead_freed: bytes of these that each layer frees that is computed again.
+            ahead: bytes that a first stage keeps of what is ahead of its layers, of all micro-batches.
+            ahead_freed: bytes that each layer frees of a micro-batch's that is computed again.
         """
         layers = np.arange(1, self.layers + 1)
         if self._fixed is not None:
@@ -195,7 +195,7 @@ class StageTables:
             yield mode, layers
         # As many whole layers as free the memory that is missing; the layer at work then is one of them.
         freed = under_way * np.maximum(layer.kept[0] - layer.kept[full] + ahead_freed, 1e-9)
-        kept = under_way * (count * layer.kept[0] + ahead)
+        kept = under_way * (count * layer.kept[0]) + ahead
         missing = kept + layer.working[full] - room
         needed = np.ceil(np.maximum(missing, 0.0) / freed).max(axis=2)
         yield full, np.clip(needed, 1, count).astype(np.int64)
@@ -251,10 +251,10 @@ def static_bytes(
         owners: number of units that share the state of weights that all hold.
         copies: number of units that share the state of an expert.
     """
-    params = part_params(job, part)
-    weights = part_params(job, part, experts)
-    owned = owned_params(job, params, owners) + owned_params(job, weights - params, copies)
-    terms = static_memory(job, part, weights, weights, owned, fp8_copies, experts)
+    params, trained = (part_params(job, part, trained=only) for only in (False, True))
+    routed = part_params(job, part, experts) - params
+    owned = owned_params(job, trained, owners) + owned_params(job, routed, copies)
+    terms = static_memory(job, part, params + routed, trained + routed, owned, fp8_copies, experts)
     total: Floats = sum(terms.values(), np.zeros(()))
     return total
 

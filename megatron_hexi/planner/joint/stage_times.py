@@ -28,7 +28,7 @@ class FirstTimes(NamedTuple):
     Args:
         seconds: seconds of both passes, without recomputation; a number, or [S, 1, 1].
         again: seconds of computing one layer of the encoder again, likewise.
-        kept: bytes of `EncoderBytes` on each pool, [3, pools], or [3, S, 1, pools, 1].
+        kept: bytes of `EncoderBytes` on each pool, [4, pools], or [4, S, 1, pools, 1].
     """
 
     seconds: Counts
@@ -45,13 +45,15 @@ class FirstTimes(NamedTuple):
         """
         images, found = stage.section.images, stage.encoding
         if found is None or images is None:
-            return cls(0.0, 0.0, np.array(3 * [most(np.zeros(len(stage.section.units)))]))
+            return cls(0.0, 0.0, np.array(4 * [most(np.zeros(len(stage.section.units)))]))
         work, kept = found.work(0), encoder_bytes(job, images.of_units)
-        seconds = float(work.forward.max() + work.backward.max() + work.sent.max())
+        seconds = float(work.forward.max() + work.backward.max() + np.add(*work.sent).max())
         again = float(found.layers.forward.max())
         return cls(seconds, again, np.array([most(allocated_bytes(part)) for part in kept]))
 
-    def taken(self, job: Job, is_first: Ints, layers: Ints, again: Counts) -> tuple[Floats, Floats]:
+    def taken(
+        self, job: Job, is_first: Ints, layers: Ints, again: Counts, in_flight: Ints
+    ) -> tuple[Floats, Floats]:
         """Return the seconds and the bytes of stages, [S, P, L] and [S, P, pools, L]; 0 if not the first.
 
         Args:
@@ -59,10 +61,11 @@ class FirstTimes(NamedTuple):
             is_first: whether each is the first, [P, 1, 1].
             layers: numbers of the decoder's layers, [L].
             again: number of these that are computed again.
+            in_flight: number of micro-batches under way, [P, 1, 1].
         """
         assert job.model.vision is not None
         repeated = layers_again(job, layers, again)
-        kept = EncoderBytes(*self.kept).kept(job.model.vision.layers, np.expand_dims(repeated, -2))
+        kept = EncoderBytes(*self.kept).kept(job.model.vision.layers, np.expand_dims(repeated, -2), in_flight)
         return np.asarray(is_first[..., 0] * (self.seconds + repeated * self.again)), is_first * kept
 
 

@@ -67,7 +67,7 @@ class Synchronisation:
     ) -> float:
         """Return the exposed seconds of a stage's gradients and weights, and of the optimizer's step."""
         job, part = self._timer.job(shape.width), ModelPart(layers, 0, is_first, is_last, 1)
-        params = int(part_params(job, part))
+        params = int(part_params(job, part, trained=True))
         shared = job.model.vocab_params(shape.width) if end and job.model.shares_embedding else 0
         owned = float(owned_params(job, params, shape.units * shards))
         speeds = (device_speeds(self._pools.pools[kind].device, job) for kind in shape.kinds)

@@ -12,6 +12,7 @@ import numpy as np
 from megatron_hexi.cluster import Device
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.encoder import encoder_times
+from megatron_hexi.cost.encoder_bytes import layers_again
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Domain
 from megatron_hexi.planner.layouts.deal import assign_in_turn
@@ -44,7 +45,7 @@ def image_seconds(device: Device, job: Job) -> float:
     vision = job.model.vision
     assert vision is not None
     layers, outside = encoder_times(device_speeds(device, job), job, np.array([_SEVERAL]))
-    again = vision.layers * job.again.is_whole
+    again = layers_again(job, 0, 0)
     whole = vision.layers * sum(layers) + again * layers.forward + sum(outside)
     return float(np.asarray(whole)[0]) / _SEVERAL
 

@@ -40,6 +40,34 @@ def test_the_time_is_that_of_images(hexi, asked):
     assert images > text
 
 
+def test_frozen_parts_reach_the_planner(hexi, asked):
+    words = ("--freeze-vision-model", "--freeze-vision-projection")
+    result = hexi("plan", "cluster.yaml", *JOB, *GIVEN, *words, "-o", "plan.yaml")
+    ((request, *_),) = asked
+    assert request.job.images == Images(8, 1024, freeze_vision_model=True, freeze_vision_projection=True)
+    assert "(2,048 tokens, encoder and projectors frozen)" in " ".join(result.out.split())
+
+
+def test_a_frozen_encoder_takes_less_time_and_memory(hexi, asked):
+    hexi("plan", "cluster.yaml", *JOB, *GIVEN, "-o", "plan.yaml")
+    given = (
+        "simulate",
+        "plan.yaml",
+        "--cluster",
+        "cluster.yaml",
+        "--model",
+        "qwen2.5-vl-7b",
+        "--json",
+        *GIVEN,
+    )
+    times = [
+        json.loads(hexi(*given, *words).out)["iteration_s"]
+        for words in ((), ("--freeze-vision-projection",), ("--freeze-vision-model",))
+    ]
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) == 3
+
+
 def test_an_encoder_without_images_is_left_out_with_a_note(hexi, asked):
     result = hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml")
     assert result.code == 0
@@ -53,6 +81,14 @@ def test_an_encoder_without_images_is_left_out_with_a_note(hexi, asked):
         (
             (*JOB, "--images-per-sequence", "0", "--patches", "4"),
             "--images-per-sequence 0: write a whole number",
+        ),
+        (
+            (*JOB, "--freeze-vision-model"),
+            "--freeze-vision-model: counts only with --images-per-sequence and --patches; give that too",
+        ),
+        (
+            ("--model", "gpt-3b", "--seq-length", 4096, "--freeze-vision-projection"),
+            "--freeze-vision-projection: gpt-3b has no encoder of images; leave it out",
         ),
         (("--model", "gpt-3b", "--seq-length", 4096, *GIVEN), "gpt-3b has no encoder of images"),
         ((*JOB, "--images-per-sequence", "80", "--patches", "1024"), "more than a sequence of 16,384"),

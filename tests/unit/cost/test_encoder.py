@@ -92,7 +92,7 @@ def test_every_unit_encodes_all_images_unless_they_are_divided():
         ahead, back = work.forward, work.backward
         assert (ahead > 0).tolist() == [count > 0 for count in images]
         added = timing.replicas[0].total - alone.replicas[0].total
-        sent = float(work.sent[0])
+        sent = float(sum(work.sent)[0])
         assert (sent > 0) == (images != [8, 8])
         assert added == pytest.approx(4 * (ahead.max() + back.max() + sent))
     whole, shared = (timing.stages[0].first[0].forward.max() for timing in timings[:2])
@@ -102,13 +102,80 @@ def test_every_unit_encodes_all_images_unless_they_are_divided():
 def test_memory_has_the_encoder_and_its_images():
     plan = with_patches(PLAN, 1, 0)
     text, images = (CostModel(job, MACHINES).timing(plan).memory[0] for job in (TEXT, JOB))
-    assert (images["weights"] - text["weights"]).tolist() == [2 * MODEL.encoder_params] * 2
+    assert (images["weights"] - text["weights"]).tolist() == [2 * sum(MODEL.encoder_params)] * 2
     own = encoder_bytes(JOB, np.array([8.0, 0.0]))
-    assert images["encoder"].tolist() == own.kept(3, 0).tolist()
+    assert images["encoder"].tolist() == own.kept(3, 0, 1).tolist()
     assert images["encoder"][1] == 0 < images["encoder"][0]
     assert not text["encoder"].any()
     full = CostModel(replace(JOB, recompute="full"), MACHINES).timing(plan)
-    assert full.memory[0]["encoder"][0] == own.kept(3, 3)[0] < own.kept(3, 0)[0]
+    assert full.memory[0]["encoder"][0] == own.kept(3, 3, 1)[0] < own.kept(3, 0, 1)[0]
+
+
+FROZEN = "freeze_vision_model", "freeze_vision_projection"
+
+
+def frozen(*fields: str, **changes: Any) -> Any:
+    return replace(JOB, images=replace(IMAGES, **dict.fromkeys(fields, True)), **changes)
+
+
+@pytest.mark.parametrize("layers", [None, (0, 2)])
+def test_frozen_weights_have_neither_gradients_nor_state(layers):
+    """Figures by hand: 2 bytes a weight, 4 of its gradient, 12 of its state, which two units share."""
+    plan = with_patches(PLAN, 1, 0)
+    if layers:  # a stage with layers of its own, whose weights are summed by buckets
+        (replica,) = plan.replicas
+        plan = replace(
+            plan, replicas=(replace(replica, stages=(replace(replica.stages[0], layers=layers),)),)
+        )
+    encoder, projectors = MODEL.encoder_params
+    left = {(): 0, FROZEN[:1]: encoder, FROZEN[1:]: projectors, FROZEN: encoder + projectors}
+    whole, *_ = timings = [CostModel(frozen(*fields), MACHINES).timing(plan) for fields in left]
+    for timing, count in zip(timings, left.values(), strict=True):
+        (before,), (after,) = whole.memory, timing.memory
+        assert after["weights"].tolist() == before["weights"].tolist()
+        assert (before["gradients"] - after["gradients"]).tolist() == [4 * count] * 2
+        state = before["optimizer"] - after["optimizer"]
+        assert state.sum() == pytest.approx(12 * count, abs=24)
+        assert (timing.phases.optimizer < whole.phases.optimizer) == (count > 0)
+
+
+def test_frozen_encoders_have_no_backward_pass():
+    images = np.array([4.0])
+    (layers, ends), (behind, projected), (through, passed), (still, nothing) = (
+        encoder_times(COUNTING, job, images)
+        for job in (JOB, frozen(FROZEN[0]), frozen(FROZEN[1]), frozen(*FROZEN))
+    )
+    assert behind.forward == still.forward == through.forward == layers.forward
+    assert behind.backward == still.backward == 0 < through.backward == layers.backward
+    assert nothing.backward == 0 < nothing.forward == ends.forward
+    merged, wide = 4 * 64 / 4, 4 * ENCODER.hidden_size
+    projectors = 2 * merged * 2 * wide * (wide + MODEL.hidden_size)  # FLOPs of two projectors
+    assert projected.backward * RATE == pytest.approx(2 * projectors)
+    assert (ends.backward - passed.backward) * RATE == pytest.approx(projectors)
+    full = frozen(FROZEN[0], recompute="full")
+    assert int(layers_again(full, 8, 8)) == 0
+
+
+def test_gradients_of_features_travel_where_something_is_trained():
+    plan = with_patches(PLAN, 2, 1)
+    sent = []
+    for fields in ((), FROZEN[:1], FROZEN[1:], FROZEN):
+        (work,) = CostModel(frozen(*fields), MACHINES).timing(plan).stages[0].first
+        sent.append([float(way[0]) for way in work.sent])
+    there, back = sent[0]
+    assert there == back > 0
+    assert sent == [[there, there]] * 3 + [[there, 0]]
+
+
+def test_frozen_encoders_keep_nothing_of_micro_batches_in_flight():
+    images = np.array([8.0])
+    for fields, is_kept in ((FROZEN[:1], True), (FROZEN, False)):
+        own = encoder_bytes(frozen(*fields), images)
+        one, four = (float(own.kept(3, 0, count)[0]) for count in (1, 4))
+        assert one > float(own.once[0]) - 1 > 0
+        assert (four - one) / 3 == pytest.approx(float(own.outside[0]))
+        assert (four > one) == is_kept
+    assert float(encoder_bytes(JOB, images).once[0]) == 0
 
 
 def test_as_many_layers_are_computed_again_as_of_the_decoder():

@@ -1,0 +1,67 @@
+"""Frozen encoders of images in the cost model, against what Megatron Bridge freezes and its layers keep."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_hexi.cost.encoder_bytes import encoder_bytes
+from megatron_hexi.cost.memory import part_params
+from megatron_hexi.cost.model_part import ModelPart
+from megatron_hexi.models import Images, Job, read_model
+from tests.megatron import bridge_emulated
+from tests.megatron.launch import launch
+
+pytestmark = pytest.mark.skipif(
+    not bridge_emulated.is_available(), reason="Megatron Bridge is not unpacked; see scripts/bootstrap.sh"
+)
+
+RANK = 4
+#: Fields of Bridge's models by case.
+CASES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "model": {"freeze_vision_model": True},
+    "projection": {"freeze_vision_projection": True},
+    "both": {"freeze_vision_model": True, "freeze_vision_projection": True},
+    "lora": {},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("frozen")
+    script = Path(__file__).parent / "bridge_frozen.py"
+    ended = launch(out, ranks=1, args=[script, out], entry="tests.megatron.bridge_models_run")
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
+    return out
+
+
+@pytest.mark.parametrize("kind", ["vision", "vision3", "vision3e"])
+def test_frozen_weights_are_those_that_bridge_freezes(folder: Path, kind: str):
+    model = read_model(folder / kind.removesuffix("e"))  # whose encoder is the same
+    assert model.vision is not None
+    kept, counted = {}, {}
+    for case, (trained, frozen, size) in json.loads((folder / "frozen.json").read_text())[kind].items():
+        if case == "lora":
+            continue
+        job = Job(model, 64, precision="fp32", images=Images(1, 16, **CASES[case]))
+        text = replace(job, images=None)
+        assert params(job, trained=True) - params(text, trained=True) == trained
+        assert params(job, trained=False) - params(text, trained=False) == trained + frozen
+        own = encoder_bytes(job, np.ones(1))
+        kept[case], counted[case] = size, float(own.kept(model.vision.layers, 0, 1)[0] - own.once[0])
+    assert kept["both"] == counted["both"] == 0
+    # Features are counted too, which encoders return but do not keep.
+    assert 0.8 * counted["model"] < kept["model"] < counted["model"]
+    # Megatron's layers and transformers' keep a little more of projectors that are trained.
+    assert kept["whole"] - kept["projection"] >= counted["whole"] - counted["projection"] > 0
+
+
+def params(job: Job, trained: bool) -> int:
+    first = ModelPart(layers=job.model.layers, again=0, is_first=True, is_last=True, ahead=1)
+    return int(part_params(job, first, trained=trained))
