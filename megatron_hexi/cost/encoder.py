@@ -108,7 +108,8 @@ def encoding(section: Section, links: LinkTable) -> Encoding | None:
 def encoder_times(speeds: Speeds, job: Job, images: Floats) -> tuple[Times, Times]:
     """Return the seconds of one layer of a GPU's encoder, and of what is outside its layers.
 
-    A frozen encoder has no backward pass. Frozen projectors pass gradients on to an encoder that is trained.
+    A frozen encoder has no backward pass, nor has the patches' embedding beside adapters. Frozen projectors
+    pass gradients on to an encoder that is trained.
 
     Args:
         job: the job, with images.
@@ -134,11 +135,17 @@ def encoder_times(speeds: Speeds, job: Job, images: Floats) -> tuple[Times, Time
     outside = np.zeros((2, len(images)))
     projectors = (1 + vision.deepstack) * projector
     back = job.trains_encoder or job.trains_projectors
-    for size, seen, trained, passes_back in (
-        (Products.of(vision.patch_values, vision.hidden_size), rows, True, job.trains_encoder),
-        (projectors, merged, job.trains_projectors, back),
+    by_adapters = Elements.of(own, in_layer=True)
+    frozen = replace(by_adapters, adapters=0)
+    for size, seen, elements, passes_back in (
+        (
+            Products.of(vision.patch_values, vision.hidden_size),
+            rows,
+            Elements.of(own),
+            job.trains_encoder and not job.lora_rank,
+        ),
+        (projectors, merged, by_adapters if job.trains_projectors else frozen, back),
     ):
-        elements = replace(Elements.of(own), adapters=None if trained else 0)
         found = product_seconds(rates(speeds.output, seen), speeds.memory, seen, size, elements)
         outside += found.forward, found.backward * passes_back
     return Times(*layers), Times(*outside)

@@ -70,8 +70,9 @@ def encoder_bytes(job: Job, images: Floats) -> EncoderBytes:
     wide = vision.merged_size * (4 if job.trains_projectors else 2)
     columns = (1 + vision.deepstack) * (wide + job.model.hidden_size) / vision.merge**2
     merged, patches = (rows * each * own.element_bytes for each in (columns, vision.patch_values))
-    if job.trains_encoder:
-        return EncoderBytes(layer, input_bytes(own, rows), merged + patches, 0 * rows)
+    if job.trains_encoder:  # beside adapters the patches' embedding is frozen
+        kept = merged + patches * (not job.lora_rank)
+        return EncoderBytes(layer, input_bytes(own, rows), kept, 0 * rows)
     kept = merged * job.trains_projectors
     return EncoderBytes(0 * rows, 0 * rows, kept, layer + patches + merged - kept)
 

@@ -153,9 +153,14 @@ class Job:
         spelt, vision = spell_flag("images_per_sequence", images.per_sequence), self.model.vision
         if vision is None:
             raise HexiError(f"{spelt}: {self.model.name} has no encoder of images; leave it out")
-        if self.lora_rank:
-            lora = spell_flag("lora_rank", self.lora_rank)
-            raise HexiError(f"{spelt} {lora}: images are not counted beside adapters; leave one of them out")
+        if self.lora_rank and (images.freeze_vision_model or images.freeze_vision_projection):
+            frozen = "model" if images.freeze_vision_model else "projection"
+            _refuse(
+                f"freeze_vision_{frozen}",
+                True,
+                f"{spell_flag('lora_rank', self.lora_rank)} freezes all weights, and adds the same adapters "
+                "with it or without; leave it out",
+            )
         if self.image_tokens > self.seq_length:
             raise HexiError(
                 f"{spelt} {spell_flag('patches', images.patches)}: are {self.image_tokens:,.0f} tokens, more "
@@ -223,7 +228,8 @@ class Job:
     def encoder(self) -> Job | None:
         """This job with the encoder's layers for a model and an image's patches for a sequence.
 
-        Each rank has the whole encoder, in 16 bits where layers are in fp8. ``None``: there are no images.
+        Each rank has the whole encoder, in 16 bits where layers are in fp8, with adapters where these join
+        it. ``None``: there are no images.
         """
         model = self.model.encoder
         if self.images is None or model is None:
@@ -239,6 +245,7 @@ class Job:
             virtual_stages=1,
             recompute="none",
             precision="bf16" if self.precision == "fp8" else self.precision,
+            lora_rank=self.lora_rank * self.trains_encoder,
             latent_exchange=False,
             documents=None,
             images=None,
@@ -258,13 +265,17 @@ class Job:
 
     @property
     def trains_encoder(self) -> bool:
-        """Whether the encoder of images is trained, without its projectors."""
-        return self.images is not None and not self.images.freeze_vision_model
+        """Whether the encoder of images is trained, without its projectors, itself or by adapters."""
+        return self._trains_vision(self.images is not None and self.images.freeze_vision_model)
 
     @property
     def trains_projectors(self) -> bool:
-        """Whether the projectors of images are trained."""
-        return self.images is not None and not self.images.freeze_vision_projection
+        """Whether the projectors of images are trained, themselves or by adapters."""
+        return self._trains_vision(self.images is not None and self.images.freeze_vision_projection)
+
+    def _trains_vision(self, is_frozen: bool) -> bool:
+        vision = self.model.vision
+        return vision is not None and not is_frozen and (vision.in_megatron or not self.lora_rank)
 
     @cached_property
     def in_bf16(self) -> Job:
@@ -273,10 +284,16 @@ class Job:
 
     @cached_property
     def trained_share(self) -> float:
-        """Number of weights that are trained, relative to the model's: 1, or less with adapters."""
-        columns = zip(self.model.kinds, self.model.layers_run, strict=True)
-        adapted = sum(layers * kind.matrix_columns for kind, layers in columns)
-        return self.lora_rank * adapted / self.model.total_params if self.lora_rank else 1.0
+        """Number of weights that are trained, relative to the model's: 1, or less with adapters.
+
+        The model's are those of its encoder too, where adapters join it and there are images.
+        """
+        model = self.model
+        columns = zip(model.kinds, model.layers_run, strict=True)
+        adapted, params = sum(layers * kind.matrix_columns for kind, layers in columns), model.total_params
+        if self.images is not None and model.encoder_columns:
+            adapted, params = adapted + model.encoder_columns, params + sum(model.encoder_params)
+        return self.lora_rank * adapted / params if self.lora_rank else 1.0
 
     @property
     def packed(self) -> tuple[DocumentClass, ...]:

@@ -46,6 +46,15 @@ class Model(Decoder):
         patches, projectors = self.vision.params_outside_layers(self.hidden_size)
         return layers + patches, projectors
 
+    @property
+    def encoder_columns(self) -> float:
+        """Number of columns in and out of all matrices of the encoder that adapters join; 0 without such."""
+        vision = self.vision
+        if vision is None or self.encoder is None or not vision.in_megatron:
+            return 0
+        projectors = (1 + vision.deepstack) * (3 * vision.merged_size + self.hidden_size)
+        return vision.layers * self.encoder.matrix_columns + projectors
+
     def padded_vocab(self, tensor_parallel: int = 1) -> int:
         """Return the size of the vocabulary as Megatron pads it."""
         multiple = self.vocab_multiple * tensor_parallel

@@ -32,6 +32,8 @@ class Vision:
             attend to the whole image.
         full_layers: number of layers that attend to the whole image where there are windows.
         deepstack: number of further projectors, of the features that the decoder's first layers add.
+        in_megatron: whether Megatron Bridge builds its layers and projectors of Megatron's, which adapters
+            join; else transformers' are used, which adapters leave out.
 
     Raises:
         HexiError: a size is no whole number above 0, or heads do not divide the width.
@@ -50,6 +52,7 @@ class Vision:
     window: int = 0
     full_layers: int = 0
     deepstack: int = 0
+    in_megatron: bool = False
 
     def __post_init__(self) -> None:
         check_sizes("vision", self, dict.fromkeys(("positions", "window", "full_layers", "deepstack"), 0))

@@ -47,10 +47,12 @@ def test_frozen_weights_are_those_that_bridge_freezes(folder: Path, kind: str):
     assert model.vision is not None
     kept, counted = {}, {}
     for case, (trained, frozen, size) in json.loads((folder / "frozen.json").read_text())[kind].items():
-        if case == "lora":
-            continue
         job = Job(model, 64, precision="fp32", images=Images(1, 16, **CASES[case]))
+        job = replace(job, lora_rank=RANK if case == "lora" else 0)
         text = replace(job, images=None)
+        if case == "lora":
+            check_adapters(job, trained, frozen, size)
+            continue
         assert params(job, trained=True) - params(text, trained=True) == trained
         assert params(job, trained=False) - params(text, trained=False) == trained + frozen
         own = encoder_bytes(job, np.ones(1))
@@ -60,6 +62,15 @@ def test_frozen_weights_are_those_that_bridge_freezes(folder: Path, kind: str):
     assert 0.8 * counted["model"] < kept["model"] < counted["model"]
     # Megatron's layers and transformers' keep a little more of projectors that are trained.
     assert kept["whole"] - kept["projection"] >= counted["whole"] - counted["projection"] > 0
+
+
+def check_adapters(job: Job, adapters: int, frozen: int, kept: int) -> None:
+    model, text = job.model, replace(job, images=None)
+    assert frozen == sum(model.encoder_params)
+    whole = model.total_params + frozen * (model.encoder_columns > 0)
+    found = job.trained_share * whole - text.trained_share * model.total_params
+    assert found == pytest.approx(adapters, abs=1e-6)
+    assert (adapters > 0) == job.trains_encoder == job.trains_projectors == (kept > 0)
 
 
 def params(job: Job, trained: bool) -> int:

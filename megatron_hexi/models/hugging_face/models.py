@@ -218,7 +218,7 @@ def _vision_of(config: Config, hidden_size: int) -> Vision | None:
     if own.has("num_position_embeddings"):
         further = len(_layers(own, "deepstack_visual_indexes", layers))
         positions = own.size("num_position_embeddings")
-        fields |= {"patch_bias": True, "positions": positions, "deepstack": further}
+        fields |= {"patch_bias": True, "positions": positions, "deepstack": further, "in_megatron": True}
     try:
         return Vision(**fields)
     except HexiError as problem:

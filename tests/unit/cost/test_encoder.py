@@ -156,6 +156,35 @@ def test_frozen_encoders_have_no_backward_pass():
     assert int(layers_again(full, 8, 8)) == 0
 
 
+@pytest.mark.parametrize("joins", [True, False])
+def test_beside_adapters_the_encoder_is_frozen(joins):
+    """Adapters join an encoder of Megatron's layers; one of transformers' is as with both parts frozen."""
+    model: Any = replace(MODEL, vision=replace(ENCODER, in_megatron=joins))
+    job, rank, images = replace(JOB, model=model, lora_rank=4), 4, np.array([4.0])
+    layers, outside = encoder_times(COUNTING, job, images)
+    kept = encoder_bytes(job, images)
+    if not joins:
+        still = encoder_times(COUNTING, frozen(*FROZEN), images)
+        assert [list(each) for each in (layers, outside)] == [list(each) for each in still]
+        assert list(kept) == list(encoder_bytes(frozen(*FROZEN), images))
+        assert job.trained_share == replace(job, images=None).trained_share
+        return
+    all_layers, all_outside = encoder_times(COUNTING, JOB, images)
+    rows, wide = 4 * IMAGES.patches, 4 * ENCODER.hidden_size
+    each = 2 * rank * (4 * 256 + 2 * 256 + 2 * (256 + 512))  # FLOPs of a row in a layer's adapters
+    assert (layers.forward - all_layers.forward) * RATE == pytest.approx(rows * each)
+    weights = 2 * (4 * 256**2 + 2 * 256 * 512)
+    assert (all_layers.backward - layers.backward) * RATE == pytest.approx(rows * (weights - 2 * each))
+    merged = rows / 4 * 2  # of two projectors
+    each, weights = 2 * rank * (3 * wide + MODEL.hidden_size), 2 * wide * (wide + MODEL.hidden_size)
+    assert (outside.forward - all_outside.forward) * RATE == pytest.approx(merged * each)
+    assert outside.backward * RATE == pytest.approx(merged * (weights + 2 * each))
+    patches = rows * ENCODER.patch_values * 2
+    assert list(kept) == list(
+        encoder_bytes(JOB, images)._replace(outside=encoder_bytes(JOB, images).outside - patches)
+    )
+
+
 def test_gradients_of_features_travel_where_something_is_trained():
     plan = with_patches(PLAN, 2, 1)
     sent = []
@@ -226,7 +255,10 @@ def test_a_first_stage_may_encode_alone():
     ("changes", "words"),
     [
         ({"model": TINY}, "--images-per-sequence 8: tiny has no encoder of images"),
-        ({"lora_rank": 4}, "--images-per-sequence 8 --lora-rank 4: images are not counted beside adapters"),
+        (
+            {"lora_rank": 4, "images": replace(IMAGES, freeze_vision_projection=True)},
+            "--freeze-vision-projection: --lora-rank 4 freezes all weights, .*; leave it out",
+        ),
         ({"images": Images(300, 64)}, "--patches 64: are 4,800 tokens, more than a sequence of 4,096"),
     ],
 )
