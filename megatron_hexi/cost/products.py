@@ -70,7 +70,9 @@ class Products:
     def adapters(self, rank: int) -> Products:
         """Return the products of adapters of a rank beside these."""
         weights = rank * (self.inputs + self.outputs)
-        return Products(weights, weights * self.held / max(self.weights, 1.0), self.inputs, self.outputs)
+        return Products(
+            weights, weights * self.held / np.maximum(self.weights, 1.0), self.inputs, self.outputs
+        )
 
     def __add__(self, other: Products) -> Products:
         return Products(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.cost import experts as experts_module
+from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.held_weights import HeldWeights
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.kinds import Experts
@@ -237,3 +238,15 @@ def test_the_busiest_rank_has_more_rows_by_the_imbalance(count, imbalance, token
 def test_an_imbalance_that_cannot_be_is_refused(imbalance):
     with pytest.raises(HexiError, match=r"--expert-imbalance .*: give a number from 0 to 32"):
         tiny_job(model=SPARSE, expert_imbalance=imbalance)
+
+
+def test_adapters_of_experts_take_as_long_on_several_units_as_on_each():
+    job = tiny_job(model=SPARSE, lora_rank=16)
+    speeds = device_speeds(cluster([("a", "PLAIN", 1)]).ranks[0].device, job)
+    count, rows = np.array([2, 6]), np.array([500.0, 3000.0])
+    both = experts_module.routed_times(speeds, job, count, np.array([1, 2]), rows)
+    for unit in (0, 1):
+        alone = experts_module.routed_times(
+            speeds, job, count[unit : unit + 1], np.array([1 + unit]), rows[unit : unit + 1]
+        )
+        assert [float(seconds[unit]) for seconds in both] == [float(seconds[0]) for seconds in alone]
