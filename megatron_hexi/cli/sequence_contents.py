@@ -50,16 +50,12 @@ class SequenceContents(Bundle):
             metavar="N",
         ),
     ] = None
-    patches: Annotated[int | None, _option("Patches of an image, before they are merged.", metavar="N")] = (
-        None
-    )
+    patches: Annotated[int | None, _option("Patches of an image before they are merged.", metavar="N")] = None
     freeze_vision_model: Annotated[
-        bool,
-        _option("The encoder of images is not trained, only its projectors.", "--freeze-vision-model"),
+        bool, _option("The encoder, apart from its projectors, is not trained.", "--freeze-vision-model")
     ] = False
     freeze_vision_projection: Annotated[
-        bool,
-        _option("The projectors behind the encoder are not trained.", "--freeze-vision-projection"),
+        bool, _option("The projectors behind the encoder are not trained.", "--freeze-vision-projection")
     ] = False
 
     def with_contents(self, job: Job, *, dealt: bool, divided: bool = True) -> Job:
@@ -77,23 +73,22 @@ class SequenceContents(Bundle):
         return self._with_documents(self._with_images(job, divided), dealt)
 
     def _with_images(self, job: Job, divided: bool) -> Job:
-        count, patches = self.images_per_sequence, self.patches
-        frozen = {name: getattr(self, name) for name in ("freeze_vision_model", "freeze_vision_projection")}
+        count, patches, name = self.images_per_sequence, self.patches, job.model.name
+        frozen = {
+            field: getattr(self, field) for field in ("freeze_vision_model", "freeze_vision_projection")
+        }
         if count is not None and patches is not None:
             return replace(job, images=Images(count, patches, divided, **frozen))
         given = {"images_per_sequence": count, "patches": patches}
-        there = [spell_flag(name, value) for name, value in given.items() if value is not None]
-        there += [flag_name(name) for name, value in frozen.items() if value]
-        missing = " and ".join(flag_name(name) for name, value in given.items() if value is None)
+        there = [spell_flag(field, value) for field, value in given.items() if value is not None]
+        there += [flag_name(field) for field, value in frozen.items() if value]
+        missing = " and ".join(flag_name(field) for field, value in given.items() if value is None)
         if there and job.model.vision is None:
-            raise HexiError(f"{there[0]}: {job.model.name} has no encoder of images; leave it out")
+            raise HexiError(f"{there[0]}: {name} has no encoder of images; leave it out")
         if there:
             raise HexiError(f"{there[0]}: counts only with {missing}; give that too")
         if job.model.vision is not None:
-            say(
-                f"note: {job.model.name} has an encoder of images, which is left out; give {missing} to "
-                "count it"
-            )
+            say(f"note: {name} has an encoder of images, which is left out; give {missing} to count it")
         return job
 
     def _with_documents(self, job: Job, dealt: bool) -> Job:

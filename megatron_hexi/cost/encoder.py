@@ -89,7 +89,7 @@ class Encoding:
         """
         forward = self.outside.forward + self.count * self.layers.forward
         backward = self.outside.backward + self.count * self.layers.backward + again * self.layers.forward
-        return EndWork("encoder", "token", forward, backward, np.zeros(len(forward)), self.sent)
+        return EndWork("encoder", forward, backward, np.zeros(len(forward)), self.sent)
 
 
 def encoding(section: Section, links: LinkTable) -> Encoding | None:
@@ -108,8 +108,7 @@ def encoding(section: Section, links: LinkTable) -> Encoding | None:
 def encoder_times(speeds: Speeds, job: Job, images: Floats) -> tuple[Times, Times]:
     """Return the seconds of one layer of a GPU's encoder, and of what is outside its layers.
 
-    A frozen encoder has no backward pass, nor has the patches' embedding beside adapters. Frozen projectors
-    pass gradients on to an encoder that is trained.
+    Frozen layers, and the patches' embedding beside adapters, have no backward pass.
 
     Args:
         job: the job, with images.
@@ -128,27 +127,22 @@ def encoder_times(speeds: Speeds, job: Job, images: Floats) -> tuple[Times, Time
     pairs = zip((whole, 1 - whole), (patches, near), strict=True)
     attention = [part * np.array(square_times(speeds, own, rows * side, side)) for part, side in pairs]
     layers = np.array(token) + own.model.heads * sum(attention)
-    layers[1] *= job.trains_encoder
+    trains, projects = job.trained_vision
+    layers[1] *= trains
     merged = rows / vision.merge**2
+    embedding = Products.of(vision.patch_values, vision.hidden_size)
     projector = Products.of(vision.merged_size, vision.merged_size)
-    projector += Products.of(vision.merged_size, job.model.hidden_size)
-    outside = np.zeros((2, len(images)))
-    projectors = (1 + vision.deepstack) * projector
-    back = job.trains_encoder or job.trains_projectors
-    by_adapters = Elements.of(own, in_layer=True)
-    frozen = replace(by_adapters, adapters=0)
-    for size, seen, elements, passes_back in (
-        (
-            Products.of(vision.patch_values, vision.hidden_size),
-            rows,
-            Elements.of(own),
-            job.trains_encoder and not job.lora_rank,
-        ),
-        (projectors, merged, by_adapters if job.trains_projectors else frozen, back),
-    ):
-        found = product_seconds(rates(speeds.output, seen), speeds.memory, seen, size, elements)
-        outside += found.forward, found.backward * passes_back
-    return Times(*layers), Times(*outside)
+    projectors = (1 + vision.deepstack) * (projector + Products.of(vision.merged_size, job.model.hidden_size))
+    of_layers = Elements.of(own, in_layer=True)
+    (ahead, first), (projected, last) = (
+        product_seconds(rates(speeds.output, seen), speeds.memory, seen, size, elements)
+        for size, seen, elements in (
+            (embedding, rows, Elements.of(own)),
+            (projectors, merged, of_layers if projects else replace(of_layers, adapters=0)),
+        )
+    )
+    backward = (trains and not job.lora_rank) * first + (trains or projects) * last
+    return Times(*layers), Times(ahead + projected, backward)
 
 
 def _sent(section: Section, images: ImagesOfUnits, vision: Vision, links: LinkTable) -> Floats:
@@ -166,4 +160,4 @@ def _sent(section: Section, images: ImagesOfUnits, vision: Vision, links: LinkTa
         found[domain] = links.set_seconds(
             section.placement.stage.gpus[src], section.placement.stage.gpus[dst], size, job.tensor_parallel
         )
-    return np.array([found, found * (job.trains_encoder or job.trains_projectors)])
+    return np.array([found, found * any(job.trained_vision)])

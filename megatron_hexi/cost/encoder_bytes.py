@@ -19,8 +19,7 @@ class EncoderBytes(NamedTuple):
         layer: bytes of a layer.
         again: bytes of a layer that is computed again.
         outside: bytes outside layers.
-        once: bytes that are free before the next micro-batch: of a layer, and outside layers, where layers
-            are frozen.
+        once: bytes of a frozen encoder, which are free again before the next micro-batch.
     """
 
     layer: Floats
@@ -29,11 +28,7 @@ class EncoderBytes(NamedTuple):
     once: Floats
 
     def kept(self, count: int, again: Counts, in_flight: Counts) -> Floats:
-        """Return the bytes of all layers, of which `again` are computed again; one of these is whole.
-
-        Args:
-            in_flight: number of micro-batches whose activations are kept.
-        """
+        """Return the bytes of micro-batches in flight; of layers that are computed again, one is whole."""
         whole = np.where(np.greater(again, 0), self.layer, 0.0)
         kept = self.outside + (count - again) * self.layer + again * self.again + whole
         return self.once + in_flight * kept
@@ -50,7 +45,7 @@ def layers_again(job: Job, layers: Counts, again: Counts) -> Counts:
         again: number of these that are computed again.
     """
     vision = job.model.vision
-    if vision is None or not (job.again.is_whole and job.trains_encoder):
+    if vision is None or not (job.again.is_whole and job.trained_vision[0]):
         return 0 * again
     return np.where(np.greater_equal(again, layers), vision.layers, np.minimum(again, vision.layers))
 
@@ -66,24 +61,20 @@ def encoder_bytes(job: Job, images: Floats) -> EncoderBytes:
     assert vision is not None
     rows, heads = images * own.seq_length, np.full(np.shape(images), float(own.model.heads))
     layer = rows * token_activation_bytes(own) + attention_bytes(own, rows, rows, heads, heads)
+    trains, projects = job.trained_vision
     # Of each projector the inputs of norm and activation, both factors if they are trained, and the features.
-    wide = vision.merged_size * (4 if job.trains_projectors else 2)
+    wide = vision.merged_size * (4 if projects else 2)
     columns = (1 + vision.deepstack) * (wide + job.model.hidden_size) / vision.merge**2
     merged, patches = (rows * each * own.element_bytes for each in (columns, vision.patch_values))
-    if job.trains_encoder:  # beside adapters the patches' embedding is frozen
+    if trains:  # beside adapters the patches' embedding is frozen
         kept = merged + patches * (not job.lora_rank)
         return EncoderBytes(layer, input_bytes(own, rows), kept, 0 * rows)
-    kept = merged * job.trains_projectors
+    kept = merged * projects
     return EncoderBytes(0 * rows, 0 * rows, kept, layer + patches + merged - kept)
 
 
 def kept_bytes(job: Job, part: ModelPart, images: Floats | float, in_flight: Counts) -> Floats:
-    """Return the bytes that the images of micro-batches keep on units with a part of the model, [U].
-
-    Args:
-        images: number of images of a micro-batch that a unit encodes, or [U].
-        in_flight: number of micro-batches whose activations are kept, or [U].
-    """
+    """Return the bytes that images of micro-batches in flight keep on units with a part of the model, [U]."""
     vision = job.model.vision
     if job.images is None or vision is None:
         return np.zeros(())

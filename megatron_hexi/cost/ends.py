@@ -21,16 +21,14 @@ class EndWork(NamedTuple):
     """Seconds of a micro-batch that units of a section work outside their layers, at one end of the model.
 
     Args:
-        name: the work, as records of ranks name it.
-        phase: phase of the iteration to which it belongs.
+        name: the work, as phases of the iteration and records of ranks name it.
         forward: seconds ahead of the layers' forward pass, [U].
         backward: seconds of the backward pass, to which all of the loss belongs, [U].
         sums: seconds of its collectives inside each unit, [U].
         sent: exposed seconds of its messages between units, forward and backward, [2][domains].
     """
 
-    name: str
-    phase: Literal["token", "logits"]
+    name: Literal["encoder", "logits"]
     forward: Floats
     backward: Floats
     sums: Floats
@@ -45,8 +43,8 @@ class EndWork(NamedTuple):
         """Return the seconds of a domain by phase, forward and backward, of the slowest of its units."""
         ahead, behind = (float(seconds[domain]) for seconds in self.sent)
         slowest = units[np.argmax((self.backward + self.sums)[units])]
-        there: dict[str, float] = {self.phase: float(self.forward[units].max())}
-        back: dict[str, float] = {self.phase: float(self.backward[slowest])}
+        there: dict[str, float] = {self.name: float(self.forward[units].max())}
+        back: dict[str, float] = {self.name: float(self.backward[slowest])}
         return (
             Phases(**there, all_to_all=ahead),
             Phases(**back, all_to_all=behind, tensor_parallel=float(self.sums[slowest])),
@@ -66,4 +64,4 @@ def loss_work(section: Section) -> EndWork:
         # the input of its projection, which is 2 h wide, and one for the projection's output.
         each = tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
         sums = section.part.is_last * ((1 + 4 * job.model.mtp_layers) * each)
-    return EndWork("logits", "logits", nothing, times, sums, Times(*np.zeros((2, len(section.replicas)))))
+    return EndWork("logits", nothing, times, sums, Times(*np.zeros((2, len(section.replicas)))))

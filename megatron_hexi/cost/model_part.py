@@ -106,10 +106,11 @@ def end_weights(job: Job, width: int, *, trained: bool = False) -> list[EndWeigh
     vocabulary, norm = model.vocab_params(width), model.norm_params(model.hidden_size)
     positions = model.learned_positions * model.hidden_size
     encoder, projectors = (0, 0) if job.images is None else model.encoder_params
+    is_trained, are_trained = job.trained_vision
     found = (
         EndWeights("embedding", vocabulary, True, model.shares_embedding),
-        EndWeights("encoder", encoder, True, False, is_trained=job.trains_encoder),
-        EndWeights("projectors", projectors, True, False, is_trained=job.trains_projectors),
+        EndWeights("encoder", encoder, True, False, is_trained=is_trained),
+        EndWeights("projectors", projectors, True, False, is_trained=are_trained),
         EndWeights("positions", positions, True, predicts),
         EndWeights("prediction", model.prediction_params(width), False, predicts, model.mtp_layers),
         EndWeights("norm", norm, False, True),

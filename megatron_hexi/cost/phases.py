@@ -12,8 +12,8 @@ class Phases:
     """Seconds by phase along the critical path; they add up to the whole time.
 
     Args:
-        token: matrices and norms on tokens, routed experts and the encoder of images among them, without the
-            vocabulary's.
+        token: matrices and norms on tokens, routed experts among them, without the vocabulary's.
+        encoder: the encoder of images, with its projectors.
         attention: core attention.
         all_to_all: all-to-alls between the layouts of tokens and of heads, and to routed experts and back,
             with the wait for the slowest rank of an expert domain; features of images to their rows' owners.
@@ -29,6 +29,7 @@ class Phases:
     """
 
     token: float = 0.0
+    encoder: float = 0.0
     attention: float = 0.0
     all_to_all: float = 0.0
     exchange: float = 0.0
@@ -49,18 +50,14 @@ class Phases:
     @property
     def communication(self) -> float:
         """Sum of the phases in which ranks wait for a network or a copy, s."""
-        return (
-            self.all_to_all
-            + self.exchange
-            + self.tensor_parallel
-            + self.pipeline
-            + self.gradients
-            + self.offload
-        )
+        between_units = self.all_to_all + self.exchange + self.tensor_parallel
+        return between_units + self.pipeline + self.gradients + self.offload
 
     def spread_by(self, part: float) -> Phases:
         """Return the phases with `part` of computation, filling and draining added to them as spread."""
-        return self + Phases(spread=part * (self.token + self.attention + self.logits + self.bubble))
+        return self + Phases(
+            spread=part * (self.token + self.encoder + self.attention + self.logits + self.bubble)
+        )
 
     @property
     def by_name(self) -> dict[str, float]:

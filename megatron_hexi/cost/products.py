@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -75,12 +76,7 @@ class Products:
         )
 
     def __add__(self, other: Products) -> Products:
-        return Products(
-            self.weights + other.weights,
-            self.held + other.held,
-            self.inputs + other.inputs,
-            self.outputs + other.outputs,
-        )
+        return Products(*map(add, vars(self).values(), vars(other).values()))
 
     def __rmul__(self, times: float) -> Products:
         return Products(times * self.weights, times * self.held, times * self.inputs, times * self.outputs)

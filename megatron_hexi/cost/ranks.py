@@ -107,12 +107,10 @@ def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
         turns = section.turns(timing.micro_batches)
         passes = list(zip(cost.repeats, cost.passes, strict=True))
         waits = sum(times * _own_communication(plan, one) for times, one in passes)
-        busy = {
-            phase: sum(end.busy for end in cost.ends if end.phase == phase) for phase in ("token", "logits")
-        }
+        busy = {"encoder": 0.0} | {end.name: end.busy for end in cost.ends}
         times = {
             "token_s": turns
-            * (sum(times * (one.token + one.experts) for times, one in passes) + busy["token"]),
+            * (sum(times * (one.token + one.experts) for times, one in passes) + busy["encoder"]),
             "attention_s": turns * sum(times * one.attention for times, one in passes),
             "logits_s": turns * busy["logits"],
             "optimizer_s": optimizer,

@@ -155,12 +155,8 @@ class Job:
             raise HexiError(f"{spelt}: {self.model.name} has no encoder of images; leave it out")
         if self.lora_rank and (images.freeze_vision_model or images.freeze_vision_projection):
             frozen = "model" if images.freeze_vision_model else "projection"
-            _refuse(
-                f"freeze_vision_{frozen}",
-                True,
-                f"{spell_flag('lora_rank', self.lora_rank)} freezes all weights, and adds the same adapters "
-                "with it or without; leave it out",
-            )
+            lora = spell_flag("lora_rank", self.lora_rank)
+            _refuse(f"freeze_vision_{frozen}", True, f"leave it out: {lora} freezes all but adapters")
         if self.image_tokens > self.seq_length:
             raise HexiError(
                 f"{spelt} {spell_flag('patches', images.patches)}: are {self.image_tokens:,.0f} tokens, more "
@@ -245,7 +241,7 @@ class Job:
             virtual_stages=1,
             recompute="none",
             precision="bf16" if self.precision == "fp8" else self.precision,
-            lora_rank=self.lora_rank * self.trains_encoder,
+            lora_rank=self.lora_rank * self.trained_vision[0],
             latent_exchange=False,
             documents=None,
             images=None,
@@ -263,19 +259,13 @@ class Job:
         """Least number of layers of a first stage: 1, or with images those that add further features."""
         return 1 if self.images is None or self.model.vision is None else self.model.vision.deepstack
 
-    @property
-    def trains_encoder(self) -> bool:
-        """Whether the encoder of images is trained, without its projectors, itself or by adapters."""
-        return self._trains_vision(self.images is not None and self.images.freeze_vision_model)
-
-    @property
-    def trains_projectors(self) -> bool:
-        """Whether the projectors of images are trained, themselves or by adapters."""
-        return self._trains_vision(self.images is not None and self.images.freeze_vision_projection)
-
-    def _trains_vision(self, is_frozen: bool) -> bool:
-        vision = self.model.vision
-        return vision is not None and not is_frozen and (vision.in_megatron or not self.lora_rank)
+    @cached_property
+    def trained_vision(self) -> tuple[bool, bool]:
+        """Whether the encoder of images is trained, itself or by adapters, and whether its projectors are."""
+        images, vision = self.images, self.model.vision
+        if images is None or vision is None or (self.lora_rank and not vision.in_megatron):
+            return False, False
+        return not images.freeze_vision_model, not images.freeze_vision_projection
 
     @cached_property
     def in_bf16(self) -> Job:
@@ -284,10 +274,7 @@ class Job:
 
     @cached_property
     def trained_share(self) -> float:
-        """Number of weights that are trained, relative to the model's: 1, or less with adapters.
-
-        The model's are those of its encoder too, where adapters join it and there are images.
-        """
+        """Part of all weights that is trained, also of an encoder with adapters: 1, or less with adapters."""
         model = self.model
         columns = zip(model.kinds, model.layers_run, strict=True)
         adapted, params = sum(layers * kind.matrix_columns for kind, layers in columns), model.total_params

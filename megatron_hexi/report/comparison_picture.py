@@ -26,6 +26,7 @@ _INSIDE = 0.4
 #: Work in warm colours, communication in cold ones, waiting in grey.
 _COLOURS = {
     "token": "#e08214",
+    "encoder": "#8c510a",
     "attention": "#fdb863",
     "logits": "#b35806",
     "optimizer": "#fee0b6",

@@ -129,7 +129,7 @@ def _ranks(
     ranks: list[RankTimeline] = []
     for number, (section, stage) in enumerate(zip(timing.sections, stages, strict=True)):
         replica, turns = section.replica, section.turns(timing.micro_batches)
-        work = {
+        work: dict[str, Floats] = {
             "token": turns * stage.busy["token"],
             "attention": turns * stage.busy["attention"],
             **({} if timing.experts[number] is None else {"experts": turns * stage.busy["experts"]}),

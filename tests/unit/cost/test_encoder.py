@@ -92,6 +92,8 @@ def test_every_unit_encodes_all_images_unless_they_are_divided():
         ahead, back = work.forward, work.backward
         assert (ahead > 0).tolist() == [count > 0 for count in images]
         added = timing.replicas[0].total - alone.replicas[0].total
+        assert timing.replicas[0].encoder == pytest.approx(4 * (ahead.max() + back.max()))
+        assert timing.replicas[0].token == pytest.approx(alone.replicas[0].token)
         sent = float(sum(work.sent)[0])
         assert (sent > 0) == (images != [8, 8])
         assert added == pytest.approx(4 * (ahead.max() + back.max() + sent))
@@ -257,7 +259,7 @@ def test_a_first_stage_may_encode_alone():
         ({"model": TINY}, "--images-per-sequence 8: tiny has no encoder of images"),
         (
             {"lora_rank": 4, "images": replace(IMAGES, freeze_vision_projection=True)},
-            "--freeze-vision-projection: --lora-rank 4 freezes all weights, .*; leave it out",
+            "--freeze-vision-projection: leave it out: --lora-rank 4 freezes all but adapters",
         ),
         ({"images": Images(300, 64)}, "--patches 64: are 4,800 tokens, more than a sequence of 4,096"),
     ],
