@@ -72,7 +72,7 @@ class Encoding:
     Args:
         layers: passes of one layer of the encoder, [2][U].
         outside: passes of the patches' embedding and of the projectors, [2][U].
-        sent: seconds in which features reach the rows' owners, and their gradients come back, [2][domains].
+        sent: seconds in which features reach the rows' owners, and their gradients come back, [2][U].
         count: number of the encoder's layers.
     """
 
@@ -81,15 +81,19 @@ class Encoding:
     sent: Times
     count: int
 
-    def work(self, again: Counts) -> EndWork:
+    def work(self, again: Counts, part: ModelPart | None = None) -> EndWork:
         """Return the seconds of both passes.
 
         Args:
             again: number of layers that are computed again (`layers_again`), or [U].
+            part: the units' parts, whose ministages that run in turn encode again in the backward pass, all
+                but the model's last; ``None``: they run whole.
         """
+        twice = 0 if part is None else np.greater(part.ministages, part.is_last)
         forward = self.outside.forward + self.count * self.layers.forward
         backward = self.outside.backward + self.count * self.layers.backward + again * self.layers.forward
-        return EndWork("encoder", forward, backward, np.zeros(len(forward)), self.sent)
+        sent = Times(self.sent.forward, self.sent.backward + twice * self.sent.forward)
+        return EndWork("encoder", forward, backward + twice * forward, np.zeros(len(forward)), sent)
 
 
 def encoding(section: Section, links: LinkTable) -> Encoding | None:
@@ -97,7 +101,7 @@ def encoding(section: Section, links: LinkTable) -> Encoding | None:
     vision, images = section.job.model.vision, section.images
     if section.job.images is None or vision is None:
         return None
-    seconds, sent = np.zeros((2, 2, len(section.units))), np.zeros((2, len(section.replicas)))
+    seconds, sent = np.zeros((2, 2, len(section.units))), np.zeros((2, len(section.units)))
     if images is not None:
         for speeds, units in section.placement.stage.by_kind:
             seconds[..., units] = encoder_times(speeds, section.job, images.of_units[units])
@@ -146,10 +150,10 @@ def encoder_times(speeds: Speeds, job: Job, images: Floats) -> tuple[Times, Time
 
 
 def _sent(section: Section, images: ImagesOfUnits, vision: Vision, links: LinkTable) -> Floats:
-    """Return the seconds of features to the owners of their rows, and of gradients back, [2, domains]."""
+    """Return the seconds of features to the owners of their rows, and of gradients back, [2, U]."""
     job, plan = section.job, section.arrays
     assert job.images is not None
-    found = np.zeros(len(section.replicas))
+    found = np.zeros(len(section.units))
     columns = (1 + vision.deepstack) * job.model.hidden_size * job.element_bytes
     features = images.of_units * vision.tokens(job.images.patches) * columns
     for domain in np.flatnonzero(images.dealt).tolist():

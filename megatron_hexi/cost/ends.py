@@ -25,7 +25,7 @@ class EndWork(NamedTuple):
         forward: seconds ahead of the layers' forward pass, [U].
         backward: seconds of the backward pass, to which all of the loss belongs, [U].
         sums: seconds of its collectives inside each unit, [U].
-        sent: exposed seconds of its messages between units, forward and backward, [2][domains].
+        sent: exposed seconds of its messages between units, forward and backward, [2][U].
     """
 
     name: Literal["encoder", "logits"]
@@ -39,9 +39,9 @@ class EndWork(NamedTuple):
         """Seconds in which each unit computes, [U]."""
         return self.forward + self.backward
 
-    def phases(self, domain: int, units: Ints) -> tuple[Phases, Phases]:
-        """Return the seconds of a domain by phase, forward and backward, of the slowest of its units."""
-        ahead, behind = (float(seconds[domain]) for seconds in self.sent)
+    def phases(self, units: Ints) -> tuple[Phases, Phases]:
+        """Return the seconds of a domain's units by phase, forward and backward, of the slowest of them."""
+        ahead, behind = (float(seconds[units].max()) for seconds in self.sent)
         slowest = units[np.argmax((self.backward + self.sums)[units])]
         there: dict[str, float] = {self.name: float(self.forward[units].max())}
         back: dict[str, float] = {self.name: float(self.backward[slowest])}
@@ -64,4 +64,4 @@ def loss_work(section: Section) -> EndWork:
         # the input of its projection, which is 2 h wide, and one for the projection's output.
         each = tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
         sums = section.part.is_last * ((1 + 4 * job.model.mtp_layers) * each)
-    return EndWork("logits", nothing, times, sums, Times(*np.zeros((2, len(section.replicas)))))
+    return EndWork("logits", nothing, times, sums, Times(nothing, nothing))

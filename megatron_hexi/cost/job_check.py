@@ -11,7 +11,7 @@ from megatron_hexi.errors import PlanError
 from megatron_hexi.models.job import Job
 from megatron_hexi.plan import Plan, assign_micro_batches, require_repeated
 from megatron_hexi.plan.check_ministages import interleaving_fault
-from megatron_hexi.plan.flags import flag_name, spell_flag
+from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.units import domain_rows
 
 
@@ -70,17 +70,15 @@ def _check_experts(plan: Plan, job: Job) -> None:
 
 def _check_images(plan: Plan, job: Job) -> None:
     for number, replica in enumerate(plan.replicas):
-        layers = replica.stages[0].layers
-        if layers is not None and layers[1] < job.first_layers:
+        if replica.stages[0].layers is None:
+            continue
+        what = "layers" if replica.ministages is None else "ministages[0]"
+        layers = replica.ministage_layers(0)[0]
+        if layers[1] < job.first_layers:
             raise PlanError(
-                f"replicas[{number}].stages[0].layers: the plan has {list(layers)}, but the job needs "
-                f"{job.first_layers} there; give the stage more, or say which images sequences have"
+                f"replicas[{number}].stages[0].{what}: the plan has {list(layers)}, but the job needs "
+                f"{job.first_layers} there; give it more, or say which images sequences have"
             )
-    if job.images is not None and plan.has_ministages:
-        raise PlanError(
-            "ministages: the encoder of images does not run in them; make a plan with the job's images, or "
-            f"leave {flag_name('images_per_sequence')} out"
-        )
 
 
 def _check_repeated(plan: Plan, job: Job) -> None:

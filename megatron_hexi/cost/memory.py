@@ -280,7 +280,8 @@ def _part_memory(
     loss = logits_bytes(job, rows, logit_bytes(job))
     logits = np.where(part.is_last, np.maximum(loss - working, 0.0), 0.0)
     working = working + part.borders * border_bytes(job, held.tokens)
-    encoder = kept_bytes(job, part, held.images, in_flight) + np.zeros(held.tokens.shape)
+    encoded = part.encoded(held.micro_batches)
+    encoder = kept_bytes(job, part, held.images, encoded) + np.zeros(held.tokens.shape)
     return {
         **static_memory(job, part, here, added, state, held.fp8_copies, held.experts),
         "activations": activations,

@@ -138,6 +138,8 @@ class ModelPart:
             run, as a tuple, or [U, ranges, 2], where empty ranges may come last; ``None``: the layers are a
             mean of all.
         chunks: number of chunks of the layers, of equal length.
+        first_ahead: largest number of passes of the first chunk, or of the first of interleaved ministages,
+            that are kept at a time by a first stage; ``None``: as many as `ahead`.
     """
 
     layers: Ints | int
@@ -149,6 +151,7 @@ class ModelPart:
     rows_on_host: Bools | bool = False
     ranges: Ints | tuple[Range, ...] | None = None
     chunks: int = 1
+    first_ahead: Counts | None = None
 
     @classmethod
     def of_job(cls, job: Job, stage: Ints | int) -> ModelPart:
@@ -163,6 +166,7 @@ class ModelPart:
             ahead=passes_ahead(job.pipeline_parallel, stage, chunks) + 1,
             ranges=np.moveaxis(np.array(ranges), (0, 1), (-2, -1)) if np.ndim(stage) else ranges,
             chunks=chunks,
+            first_ahead=job.pipeline_parallel * min(chunks, 2),
         )
 
     def predictions(self, model: Model) -> KindLayers:
@@ -228,6 +232,14 @@ class ModelPart:
         """
         passes = np.minimum(self.chunks * micro_batches, self.ahead)
         return np.where(self.ministages, 1, passes / self.chunks)
+
+    def encoded(self, micro_batches: Ints) -> Ints:
+        """Return the number of micro-batches whose images' activations a first stage keeps at a time.
+
+        They are kept with those of its first chunk or ministage.
+        """
+        ahead = self.ahead if self.first_ahead is None else self.first_ahead
+        return np.where(self.ministages, 1, np.minimum(micro_batches, ahead))
 
     def at_once(self, model: Model, weights: Sequence[float]) -> Floats:
         """Return the fraction of activations kept at a time: the largest ministage's; 1 without ministages.

@@ -47,7 +47,8 @@ def replica_lanes(
 def ministage_parts(sections: Sequence[Section], costs: Sequence[StageCost]) -> dict[tuple[int, int], Floats]:
     """Return the part of a stage's work in each of its ministages, by replica and stage: [ministages] each.
 
-    The parts are shares of the time of the stage's first domain; layers of one kind count equally.
+    The parts are shares of the time of the stage's first domain; layers of one kind count equally. Images are
+    encoded in the first ministage.
     """
     parts = dict[tuple[int, int], Floats]()
     for section, cost in zip(sections, costs, strict=True):
@@ -60,9 +61,11 @@ def ministage_parts(sections: Sequence[Section], costs: Sequence[StageCost]) -> 
         ):
             if (replica, section.number) in parts:
                 continue
-            seconds = cost.layer_seconds(domain) if len(layers) > 1 else [1.0]
+            seconds = cost.layer_seconds(domain) if len(layers) > 1 or cost.first else [1.0]
             work = sum(own[domain] * one_s for own, one_s in zip(layers, seconds, strict=True))
             work = work[work > 0]  # empty ranges stand for ministages that other replicas have
+            units = np.flatnonzero(section.arrays.unit_replica == domain)
+            work[0] += sum(phases.total for end in cost.first for phases in end.phases(units))
             work[-1] += predictions * seconds[section.job.model.kind_of_layers[-1]]
             parts[replica, section.number] = work / work.sum()
     return parts

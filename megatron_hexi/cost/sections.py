@@ -207,6 +207,8 @@ def _parts(rows: Sequence[DomainRow], job: Job, micro_batches: Ints, own_job: Jo
         rows_on_host=np.array(["activations" in row.offload for row in rows]),
         ranges=ranges,
         chunks=chunks,
+        # Of the first of several chunks, two groups of micro-batches run forward before one runs backward.
+        first_ahead=np.array([row.depth * (1 + (chunks > 1 or row.interleaved)) for row in rows]),
     )
 
 

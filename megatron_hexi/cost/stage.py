@@ -109,7 +109,7 @@ class StageCost:
         if self.encoding is None:
             return ()
         part = self.section.part
-        return (self.encoding.work(layers_again(self.section.job, part.layers, part.again)),)
+        return (self.encoding.work(layers_again(self.section.job, part.layers, part.again), part),)
 
     @cached_property
     def last(self) -> EndWork:
@@ -151,7 +151,7 @@ class StageCost:
             ahead = Phases().added(seconds[::every], counts[::every])
             whole = Phases(pipeline=self.pipeline_s).added(seconds, counts)
             for end in ends:
-                there, back = end.phases(domain, units)
+                there, back = end.phases(units)
                 ahead, whole = ahead + there, whole + there + back
             sent = self.pipeline_s if section.parts.chunks > 1 else 0.0
             found.append((whole, ahead.total + sent))

@@ -78,8 +78,6 @@ class Request:
             object.__setattr__(self, "rules", replace(self.rules, unequal_stages=False))
         if self.job.documents is not None:  # with which a micro-batch is one sequence
             object.__setattr__(self, "fixed", self.fixed | {"micro_batch_size"})
-        if self.job.images is not None:  # ministages do not run an encoder
-            object.__setattr__(self, "rules", replace(self.rules, ministages=False))
         free = {name: getattr(Job, name) for name in CHOSEN if name not in self.fixed}
         object.__setattr__(self, "job", replace(self.job, **free))
 

@@ -70,9 +70,9 @@ def extend_stage(section: Section, replays: Sequence[SectionReplay], cost: Stage
     domains, forward, waits = section.arrays.unit_replica, whole.forward, whole.communication
     phases = [found + Phases(pipeline=cost.pipeline_s) for found in whole.replicas]
     for work in cost.first:  # the loss is replayed with the last layer
-        passes = [work.phases(one, np.flatnonzero(domains == one)) for one in range(len(phases))]
+        passes = [work.phases(np.flatnonzero(domains == one)) for one in range(len(phases))]
         phases = [found + there + back for found, (there, back) in zip(phases, passes, strict=True)]
-        forward, waits = forward + [there.total for there, _ in passes], waits + np.add(*work.sent)[domains]
+        forward, waits = forward + [there.total for there, _ in passes], waits + np.add(*work.sent)
     return replace(
         whole,
         replicas=tuple(phases),

@@ -20,7 +20,7 @@ from megatron_hexi.plan import Plan, Stage
 from megatron_hexi.plan.recompute import Again, Recompute
 from megatron_hexi.planner.layouts.trial import Candidate
 from megatron_hexi.planner.moves.climb import Move
-from megatron_hexi.planner.moves.edit import Place, stages_of, with_stages, written_out
+from megatron_hexi.planner.moves.edit import Place, least_layers, stages_of, with_stages, written_out
 
 #: Numbers of layers that move at once. With layers of several kinds more than one, to pass the few of another
 #: kind between equal ones.
@@ -43,8 +43,7 @@ def layer_moves(base: Candidate) -> Iterator[Move]:
             one, other = replica.stages[place : place + 2]
             cuts, other_cuts = one.ministage_count, other.ministage_count
             for moved in (middle + way * count for count in steps for way in (-1, 1)):
-                least_layers = cuts or (base.job.first_layers if place == 0 else 1)
-                if first + least_layers <= moved <= last - (other_cuts or 1):
+                if first + least_layers(base.job, place, cuts) <= moved <= last - (other_cuts or 1):
                     changed = {
                         (number, place): replace(one, layers=(first, moved), ministages=cuts),
                         (number, place + 1): replace(other, layers=(moved, last), ministages=other_cuts),

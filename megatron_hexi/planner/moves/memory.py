@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Timing
+from megatron_hexi.cost.encoder_bytes import encoder_bytes
 from megatron_hexi.models import Job
 from megatron_hexi.plan import Member, Plan, Replica
 from megatron_hexi.plan.recompute import Again, Recompute
@@ -22,7 +23,14 @@ from megatron_hexi.plan.terms import Order
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.layouts.trial import Candidate
 from megatron_hexi.planner.moves.climb import Family, Move
-from megatron_hexi.planner.moves.edit import MemoryOption, Place, stages_of, with_members, written_out
+from megatron_hexi.planner.moves.edit import (
+    MemoryOption,
+    Place,
+    least_layers,
+    stages_of,
+    with_members,
+    written_out,
+)
 from megatron_hexi.planner.recomputation import offered
 from megatron_hexi.planner.request import Request
 
@@ -84,21 +92,28 @@ class MemoryMoves:
         on_host = self._request.rules.allow("offload") and all(
             self._cluster.ranks[gpu].device.host is not None for gpu in gpus
         )
-        places = dict(stages_of(base.plan))
+        modes = _with_room(base)
+        if not all(modes.values()):
+            return
         if on_host:
             full = base.timing.stage_fullness
-            short = [place for place, stage in places.items() if full[place] > 1 or Again.of(stage.recompute)]
-            whole = tuple(MemoryOption(mode, ("optimizer",)) for mode in base.modes)
-            ladders: list[dict[Place, Sequence[MemoryOption]]] = [dict.fromkeys(short, whole)]
+            ladders: list[dict[Place, Sequence[MemoryOption]]] = [
+                {
+                    place: [MemoryOption(mode, ("optimizer",)) for mode in modes[place]]
+                    for place, stage in stages_of(base.plan)
+                    if full[place] > 1 or Again.of(stage.recompute)
+                }
+            ]
             yield Move((0.0, least_seconds(base.timing)), base.plan, base.job, ladders)
         if not self._request.rules.allow("ministages"):
             return
-        least = min(sum(stage.ministage_sizes) for stage in places.values())
+        least = min(_most_ministages(base.job, replica) for replica in base.plan.replicas)
         family = Family("ministages", far=_FAR_IN_TURN)
         for count in sorted({count for count in (*_IN_TURN, least) if 1 < count <= least}):
             plan = replace(base.plan, replicas=tuple(_cut(own, count, None) for own in base.plan.replicas))
-            options = tuple(map(MemoryOption, base.modes)), _offloaded(base.modes)
-            ladders = [dict.fromkeys(places, some) for some in options[: 1 + on_host]]
+            ladders = [{place: list(map(MemoryOption, own)) for place, own in modes.items()}]
+            if on_host:
+                ladders.append({place: _offloaded(own) for place, own in modes.items()})
             least_s = least_seconds(base.timing, count, in_turn=True)
             yield Move((0.0, least_s), plan, base.job, ladders, family)
 
@@ -111,8 +126,8 @@ class MemoryMoves:
         for count in _INTERLEAVED:
             replicas, steps = [], dict[Place, Sequence[MemoryOption]]()
             for number, replica in enumerate(base.plan.replicas):
-                own = min(count, *(sum(stage.ministage_sizes) for stage in replica.stages))
-                if len(replica.stages) == 1 or base.timing.micro_batches[number] == 1 or own == 1:
+                own = min(count, _most_ministages(base.job, replica))
+                if len(replica.stages) == 1 or base.timing.micro_batches[number] == 1 or own < 2:
                     replicas.append(replica)
                     continue
                 replicas.append(_cut(replica, own, "interleaved"))
@@ -122,6 +137,20 @@ class MemoryMoves:
             if steps:
                 plan, least = replace(base.plan, replicas=tuple(replicas)), least_seconds(base.timing, count)
                 yield Move((0.0, least), plan, base.job, [steps], family)
+
+
+def _with_room(base: _Whole) -> dict[Place, list[Recompute]]:
+    """Return the modes of each stage that leave room for the images of a micro-batch by themselves."""
+    found, vision = {place: list(base.modes) for place, _ in stages_of(base.plan)}, base.job.model.vision
+    for section, usable in zip(base.timing.sections, base.timing.usable, strict=True):
+        if section.images is None or vision is None:
+            continue
+        kept = encoder_bytes(section.job, section.images.of_units)
+        for mode in base.modes:
+            full = kept.kept(vision.layers, vision.layers * Again.of(mode).is_whole, 1) > usable
+            for place in {(replica, section.number) for replica in section.replica[full].tolist()}:
+                found[place] = [one for one in found[place] if one != mode]
+    return found
 
 
 def _from(modes: Sequence[Recompute], recompute: Recompute | None) -> Sequence[Recompute]:
@@ -139,6 +168,13 @@ def _offloaded(modes: Sequence[Recompute]) -> tuple[MemoryOption, ...]:
         *(MemoryOption(mode, ("parameters", "optimizer")) for mode in modes[:1]),
         *(MemoryOption(mode, ("parameters", "optimizer", "activations")) for mode in modes),
     )
+
+
+def _most_ministages(job: Job, replica: Replica) -> int:
+    """Return the most ministages of each stage of a replica whose stages keep their layers; 0: none."""
+    layers = [sum(stage.ministage_sizes) for stage in replica.stages]
+    counts = range(1, min(layers) + 1)
+    return max((count for count in counts if least_layers(job, 0, count) <= layers[0]), default=0)
 
 
 def _cut(replica: Replica, count: int, order: Order | None) -> Replica:

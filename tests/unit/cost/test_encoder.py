@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -224,7 +224,7 @@ def test_the_simulator_encodes_as_long():
     own = [4 * float(seconds) for seconds in work.busy]
     assert [rank.busy["encoder"] for rank in found.ranks] == pytest.approx(own)
     text = simulate(PLAN, TEXT, MACHINES)
-    added = 4 * sum(phases.total for phases in work.phases(0, np.arange(2)))
+    added = 4 * sum(phases.total for phases in work.phases(np.arange(2)))
     assert found.phases.total - found.phases.optimizer - found.phases.gradients == pytest.approx(
         text.phases.total - text.phases.optimizer - text.phases.gradients + added
     )
@@ -232,17 +232,13 @@ def test_the_simulator_encodes_as_long():
 
 
 def test_a_first_stage_may_encode_alone():
-    def stage(rank: int, *layers: int) -> Stage:
-        whole = Member((rank,), JOB.seq_length, (0, MODEL.heads))
-        return Stage((Domain((Group(((0, JOB.seq_length),), (whole,)),)),), layers=(layers[0], layers[1]))
-
-    stages = stage(0, 0, 0), stage(1, 0, MODEL.layers)
+    stages = alone(0, 0, 0), alone(1, 0, MODEL.layers)
     plan = replace(PLAN, workload=JOB.workload(), replicas=(Replica(stages, 4),))
     job = replace(JOB, model=replace(MODEL, vision=replace(ENCODER, deepstack=0)))
     timing = CostModel(job, MACHINES).timing(plan)
     encoding, memory = timing.stages[0], timing.memory[0]
     (work,) = encoding.first
-    seconds = sum(phases.total for phases in work.phases(0, np.arange(1)))
+    seconds = sum(phases.total for phases in work.phases(np.arange(1)))
     assert timing.pipelines[0].stage_phases[0].total == pytest.approx(seconds)
     assert memory["activations"] == memory["attention"] == 0 < memory["encoder"]
     found = simulate(plan, job, MACHINES)
@@ -269,9 +265,73 @@ def test_images_that_cannot_be_are_refused(changes, words):
         replace(JOB, **changes)
 
 
-def test_ministages_are_refused_with_images():
-    (replica,) = PLAN.replicas
-    stage = replace(replica.stages[0], layers=(0, 2), ministages=2)
-    cut = replace(PLAN, replicas=(replace(replica, stages=(stage,)),))
-    with pytest.raises(PlanError, match="ministages: the encoder of images does not run in them"):
-        CostModel(JOB, MACHINES).timing(cut)
+def alone(rank: int, first: int, last: int, ministages: int | None = None) -> Stage:
+    """A stage of one rank."""
+    whole = Member((rank,), JOB.seq_length, (0, MODEL.heads))
+    domain = Domain((Group(((0, JOB.seq_length),), (whole,)),))
+    return Stage((domain,), layers=(first, last), ministages=ministages)
+
+
+def cut(ministages: int | None, *patches: int | None) -> Plan:
+    """The plan of one stage that states its layers, in so many ministages."""
+    (replica,) = with_patches(PLAN, *patches).replicas
+    stage = replace(replica.stages[0], layers=(0, MODEL.layers), ministages=ministages)
+    return replace(PLAN, workload=JOB.workload(), replicas=(replace(replica, stages=(stage,)),))
+
+
+def test_ministages_in_turn_encode_twice_unless_one_is_the_whole_model():
+    whole: Any = CostModel(JOB, MACHINES).timing(cut(None, 2, 1)).stages[0].first[0]
+    for ministages, twice in ((None, 0), (1, 0), (2, 1)):
+        plan = cut(ministages, 2, 1)
+        timing, text = (CostModel(job, MACHINES).timing(plan) for job in (JOB, TEXT))
+        (work,) = timing.stages[0].first
+        assert work.forward.tolist() == whole.forward.tolist()
+        assert work.backward == pytest.approx(whole.backward + twice * whole.forward)
+        assert work.sent.forward == pytest.approx(whole.sent.forward)
+        assert work.sent.backward == pytest.approx((1 + twice) * whole.sent.backward)
+        added = sum(phases.total for phases in work.phases(np.arange(2)))
+        (lane,), (plain,) = timing.pipelines[0].lanes[0], text.pipelines[0].lanes[0]
+        assert lane.phases.total - plain.phases.total == pytest.approx(added)
+        found = simulate(plan, JOB, MACHINES)
+        assert [rank.busy["encoder"] for rank in found.ranks] == pytest.approx(4 * work.busy)
+
+
+def test_images_are_encoded_in_the_first_ministage():
+    plan = cut(2, 1, 1)
+    spans = {
+        name: {
+            (span.way, span.chunk): span.end_s - span.start_s
+            for span in CostModel(job, MACHINES).timing(plan).pipelines[0].spans()
+        }
+        for name, job in (("images", JOB), ("text", TEXT))
+    }
+    longer = {key: seconds - spans["text"][key] for key, seconds in spans["images"].items()}
+    (work,) = CostModel(JOB, MACHINES).timing(plan).stages[0].first
+    forward, backward = (phases.total for phases in work.phases(np.arange(2)))
+    # Shared by the seconds of both passes, of which the forward pass is another part than of the decoder's.
+    assert longer["forward", 0] == pytest.approx(forward, rel=0.25)
+    assert longer["backward", 0] == pytest.approx(backward, rel=0.25)
+    for way in ("forward", "backward"):
+        assert abs(longer[way, 1]) < 0.1 * (forward + backward)
+
+
+@pytest.mark.parametrize(
+    ("ministages", "order", "kept"), [(None, None, 2), (2, "interleaved", 4), (2, None, 1)]
+)
+def test_as_many_micro_batches_keep_their_images_as_the_first_ministage_has_under_way(
+    ministages: int | None, order: Literal["interleaved"] | None, kept: int
+):
+    job = replace(JOB, model=replace(MODEL, layers=8), global_batch_size=16)
+    stages = alone(0, 0, 4, ministages), alone(1, 4, 8, ministages)
+    plan = replace(PLAN, workload=job.workload(), replicas=(Replica(stages, 16, order),))
+    first, last = CostModel(job, MACHINES).timing(plan).memory
+    of_one = encoder_bytes(job, np.array([8.0])).kept(3, 0, 1)
+    assert first["encoder"] == pytest.approx(kept * of_one)
+    assert last["encoder"].tolist() == [0]
+
+
+def test_a_first_ministage_has_the_layers_that_add_features():
+    further = replace(JOB, model=replace(MODEL, vision=replace(ENCODER, deepstack=2)))
+    with pytest.raises(PlanError, match=r"ministages\[0\]: the plan has \[0, 1\], but the job needs 2"):
+        CostModel(further, MACHINES).timing(cut(2, 1, 1))
+    CostModel(further, MACHINES).timing(cut(1, 1, 1))

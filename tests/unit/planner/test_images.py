@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from megatron_hexi.cluster import PlannerRules
 from megatron_hexi.cost import CostModel
+from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.models import Images
 from megatron_hexi.models.vision import Vision
 from megatron_hexi.plan import Plan, Replica, Stage
@@ -21,7 +23,10 @@ from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.layouts.images import divided_images, image_seconds
 from megatron_hexi.planner.layouts.trial import Candidate
 from megatron_hexi.planner.moves import layer_moves
+from megatron_hexi.planner.moves.edit import least_layers
+from megatron_hexi.planner.moves.memory import MemoryMoves
 from tests.support.costs import TINY, cluster, tiny_job
+from tests.unit.planner.test_savings import machines as with_memory
 
 VISION = Vision(layers=4, hidden_size=512, heads=4, ffn_hidden_size=2048, patch_values=192)
 MODEL = replace(TINY, layers=8, vision=VISION)
@@ -124,3 +129,58 @@ def test_layers_may_leave_a_first_stage_the_images_alone(images: Images | None):
         apart = moves[0, 0]
         _, seconds = apart.least
         assert 0 < seconds <= CostModel(job, MACHINES).timing(apart.plan).phases.total * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("deepstack", "counts"), [(0, {2, 3, 4}), (2, {2, 3}), (4, set[int]())])
+def test_first_ministages_keep_the_layers_that_add_features(deepstack: int, counts: set[int]):
+    job = replace(JOB, model=replace(MODEL, vision=replace(VISION, deepstack=deepstack)))
+    domains = [proportional_plan(JOB.workload(), [[[1, 1]]]).replicas[0].domain for _ in range(2)]
+    later = domains[1].with_members(lambda member: replace(member, ranks=(member.ranks[0] + 2,)))
+    stages = Stage((domains[0],), layers=(0, 4)), Stage((later,), layers=(4, 8))
+    plan = Plan(JOB.workload(), (Replica(stages, 8),))
+    base = Candidate(plan, job, CostModel(job, MACHINES).timing(plan))
+    moves = [move.plan.replicas[0] for move in MemoryMoves(Request(job), MACHINES)(base)]
+    assert {own.ministages for own in moves if own.is_interleaved} == counts
+    for replica in moves:
+        CostModel(job, MACHINES).timing(replace(plan, replicas=(replica,)))
+
+
+def test_layers_stay_in_the_first_ministage_that_add_features():
+    job = replace(JOB, model=replace(MODEL, vision=replace(VISION, deepstack=2)))
+    assert [least_layers(job, 0, ministages) for ministages in (None, 1, 2, 3)] == [2, 2, 3, 4]
+    assert [least_layers(job, 1, ministages) for ministages in (None, 1, 2, 3)] == [1, 1, 2, 3]
+    alone = replace(job, model=replace(MODEL, vision=replace(VISION, deepstack=0)))
+    assert [least_layers(alone, 0, ministages) for ministages in (None, 1, 2, 3)] == [0, 1, 2, 3]
+
+
+def test_images_that_fit_in_ministages_alone_are_planned_in_them():
+    deep = replace(JOB, model=replace(MODEL, layers=32), images=Images(8, 256), global_batch_size=4)
+    machines = with_memory(2.2, size=1)
+    planned: Any = find_plan(Request(deep, effort="low"), machines)
+    assert planned.cost.fits
+    assert planned.plan.has_ministages
+    assert any(member.patches for member in planned.plan.members)
+    with pytest.raises(NothingFitsError):
+        find_plan(Request(deep, rules=PlannerRules(ministages=False), effort="low"), machines)
+
+
+@pytest.mark.parametrize(("memory", "whole"), [(0.8, False), (0.9, True)])  # of 0.80 GiB or, again, 0.29
+def test_a_stage_is_offered_what_leaves_room_for_its_images(memory: float, whole: bool):
+    small = with_memory(memory, gpus=("H100-SXM-80GB",), size=4)
+    domains = [proportional_plan(JOB.workload(), [[[1, 1]]]).replicas[0].domain for _ in range(2)]
+    later = domains[1].with_members(lambda member: replace(member, ranks=(member.ranks[0] + 2,)))
+    stages = Stage((domains[0],), layers=(0, 4)), Stage((later,), layers=(4, 8))
+    plan = Plan(JOB.workload(), (Replica(stages, 8),))
+    base = Candidate(plan, JOB, CostModel(JOB, small).timing(plan))
+    moves = MemoryMoves(Request(JOB), small)(base)
+    offers = [
+        {place: {option.recompute for option in options} for place, options in ladder.items()}
+        for move in moves
+        if not move.plan.replicas[0].is_interleaved
+        for ladder in move.ladders
+    ]
+    assert len(offers) > 2
+    for offer in filter(None, offers):
+        assert ("none" in offer[0, 0]) == whole
+        assert {"none", "full"} <= offer[0, 1]
+        assert "full" in offer[0, 0]
