@@ -86,7 +86,7 @@ class SequenceContents(Bundle):
         if there and job.model.vision is None:
             raise HexiError(f"{there[0]}: {name} has no encoder of images; leave it out")
         if there:
-            raise HexiError(f"{there[0]}: counts only with {missing}; give that too")
+            raise HexiError(f"{there[0]}: counts only beside images; give {missing} too")
         if job.model.vision is not None:
             say(f"note: {name} has an encoder of images, which is left out; give {missing} to count it")
         return job

@@ -79,7 +79,5 @@ def kept_bytes(job: Job, part: ModelPart, images: Floats | float, in_flight: Cou
     if job.images is None or vision is None:
         return np.zeros(())
     held = np.asarray(images, dtype=float) + np.zeros(np.shape(part.layers))
-    found = encoder_bytes(job, held).kept(
-        vision.layers, layers_again(job, part.layers, part.again), in_flight
-    )
-    return part.is_first * found
+    again = layers_again(job, part.layers, part.again)
+    return part.is_first * encoder_bytes(job, held).kept(vision.layers, again, in_flight)

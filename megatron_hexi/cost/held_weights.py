@@ -119,9 +119,9 @@ class HeldWeights:
         for number, layers in enumerate(unit.ministages or (unit.layers,)):
             for kind, rows, of in _layer_boxes(model, layers):
                 yield _Held(_layers_key(kind), rows, of, 1 + layers[0], None if first is None else number)
-        for one in end_weights(self._job, unit.width, trained=True):
+        for one in end_weights(self._job, unit.width):
             ahead, behind = unit.stage == 0 and one.in_first, unit.is_last and one.in_last
-            if ahead or behind:
+            if one.is_trained and (ahead or behind):
                 ministage = None if ahead and behind else first if ahead else last
                 depth = 0 if ahead else 1 + model.layers
                 yield _Held(one.name, (0, one.blocks), one.blocks, depth, ministage)

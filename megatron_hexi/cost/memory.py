@@ -91,7 +91,7 @@ def part_params(job: Job, part: ModelPart, experts: Floats | float = 0, *, train
     params: Counts = sum(
         held.layers * (kind.layer_params(tp) + experts * kind.expert_params()) for kind, held in kinds
     )
-    for one in end_weights(job, tp, trained=trained):
+    for one in (one for one in end_weights(job, tp) if one.is_trained or not trained):
         params = params + one.held(part.is_first, part.is_last) * (one.blocks * one.params)
     return params
 

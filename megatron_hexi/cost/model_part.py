@@ -94,13 +94,10 @@ class EndWeights(NamedTuple):
         return is_first & self.in_first | is_last & self.in_last
 
 
-def end_weights(job: Job, width: int, *, trained: bool = False) -> list[EndWeights]:
+def end_weights(job: Job, width: int) -> list[EndWeights]:
     """Return the weights outside layers on one rank of a unit of `width`: of tokens, images and losses.
 
     A last stage embeds the tokens that follow those it predicts, and has a tied embedding for its output.
-
-    Args:
-        trained: whether to leave frozen weights out.
     """
     model, predicts = job.model, job.model.mtp_layers > 0
     vocabulary, norm = model.vocab_params(width), model.norm_params(model.hidden_size)
@@ -116,8 +113,7 @@ def end_weights(job: Job, width: int, *, trained: bool = False) -> list[EndWeigh
         EndWeights("norm", norm, False, True),
         EndWeights("output", vocabulary, False, not model.tied_embeddings),
     )
-    there = (one for one in found if one.is_trained or not trained)
-    return [weights for weights in there if weights.params and (weights.in_first or weights.in_last)]
+    return [weights for weights in found if weights.params and (weights.in_first or weights.in_last)]
 
 
 @dataclass(frozen=True, eq=False)

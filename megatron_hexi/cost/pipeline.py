@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -26,11 +26,12 @@ class PassSpan(NamedTuple):
     """Begin and end of a pass, in seconds of the iteration.
 
     Args:
+        way: ``encoder``: the part of a pass in which a first stage encodes images, where that is apart.
         lane: number among the stage's lanes.
     """
 
     stage: int
-    way: Way
+    way: Way | Literal["encoder"]
     micro_batch: int
     chunk: int
     lane: int

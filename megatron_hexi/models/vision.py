@@ -32,8 +32,7 @@ class Vision:
             attend to the whole image.
         full_layers: number of layers that attend to the whole image where there are windows.
         deepstack: number of further projectors, of the features that the decoder's first layers add.
-        in_megatron: whether Megatron Bridge builds its layers and projectors of Megatron's, which adapters
-            join; else transformers' are used, which adapters leave out.
+        in_megatron: whether Bridge builds it of Megatron's layers, which adapters join, not of transformers'.
 
     Raises:
         HexiError: a size is no whole number above 0, or heads do not divide the width.

@@ -17,7 +17,7 @@ from megatron_hexi.report.labels import BarLabel, every_nth, wrap
 from megatron_hexi.spelling import time_unit
 
 _TAIL = "gradients and optimizer"
-_COLOURS = {"forward": "#4878a8", "backward": "#e08214", _TAIL: "#8c8c8c"}
+_COLOURS = {"forward": "#4878a8", "backward": "#e08214", "encoder": "#6a51a3", _TAIL: "#8c8c8c"}
 _BAR = 0.8  # height of a bar, where rows are one apart
 _ROW, _AROUND = 0.34, 1.5  # of a row, and of title, axis and legend, in inches
 _MAX_HEIGHT = 24.0  # inches; beyond it rows get thinner instead
@@ -74,7 +74,7 @@ def pipeline_height(rows: Sequence[PipelineRow]) -> float:
 def draw_pipeline(
     figure: SubFigure, rows: Sequence[PipelineRow], simulation: Simulation, plan: Plan | None
 ) -> None:
-    """Draw an iteration, a row for each stage: forward and backward passes; idle time is blank.
+    """Draw an iteration, a row for each stage: forward and backward passes, the encoder; idle time is blank.
 
     Args:
         figure: figure to draw in, with the height `pipeline_height`.

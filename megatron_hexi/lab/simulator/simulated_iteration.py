@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, Timing
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.once import iteration_phases, once_an_iteration, replica_waits
+from megatron_hexi.cost.pipeline import PassSpan
 from megatron_hexi.cost.ranks import section_ranks
 from megatron_hexi.cost.replica_pipelines import replica_lanes
 from megatron_hexi.cost.sections import Section
@@ -67,12 +68,31 @@ def simulate(
         spans=tuple(
             span for section, own in zip(sections, replays, strict=True) for span in _spans(section, own)
         ),
-        pipeline=tuple(tuple(one.spans()) for one in pipelines),
+        pipeline=tuple(
+            tuple(_with_encoder(one.spans(), replica, timing)) for replica, one in enumerate(pipelines)
+        ),
         links=_links(timing, replays, stages, phases.total),
         layers=max(replay.whole.layers for own in replays for replay in own),
         stage_layers=max(max(section.by_domain(section.parts.layers)) for section in sections),
         kinds=kind_names(job.model),
     )
+
+
+def _with_encoder(spans: Iterable[PassSpan], replica: int, timing: Timing) -> Iterator[PassSpan]:
+    """Yield a replica's passes, and apart from these the time in which its slowest unit encodes images."""
+    seconds = dict[str, float](forward=0.0, backward=0.0)
+    for section, cost in zip(timing.sections, timing.stages, strict=True):
+        own = section.replica == replica
+        for work in cost.first if section.number == 0 and own.any() else ():
+            seconds = {way: max(most, getattr(work, way)[own].max()) for way, most in seconds.items()}
+    for span in spans:
+        taken = min(seconds[span.way], span.end_s - span.start_s) if span.stage == 0 == span.chunk else 0.0
+        is_forward = span.way == "forward"
+        cut = span.start_s + taken if is_forward else span.end_s - taken
+        first, last = span._replace(end_s=cut), span._replace(start_s=cut)
+        own, rest = (first, last) if is_forward else (last, first)
+        parts = sorted((own._replace(way="encoder"), rest), key=lambda one: one.start_s)
+        yield from parts if taken else (span,)
 
 
 def _replays(cluster: Cluster, timing: Timing, progress: Progress | None) -> list[list[SectionReplay]]:
@@ -163,17 +183,10 @@ def _spans(section: Section, replays: Sequence[SectionReplay]) -> list[Span]:
             if not first <= activity.unit < replay.units.stop:
                 continue
             lap, rank = replay.laps[activity.lap], int(section.ranks[activity.unit - first, 0])
+            times = begin + activity.start, begin + activity.end
             spans.append(
                 Span(
-                    rank,
-                    activity.lane,
-                    activity.kind,
-                    activity.name,
-                    begin + activity.start,
-                    begin + activity.end,
-                    lap.layer,
-                    lap.way,
-                    replay.kind,
+                    rank, activity.lane, activity.kind, activity.name, *times, lap.layer, lap.way, replay.kind
                 )
             )
         begin += replay.whole.log.end

@@ -77,14 +77,14 @@ def test_an_encoder_without_images_is_left_out_with_a_note(hexi, asked):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((*JOB, "--patches", "4"), "--patches 4: counts only with --images-per-sequence"),
+        ((*JOB, "--patches", "4"), "--patches 4: counts only beside images; give --images-per-sequence too"),
         (
             (*JOB, "--images-per-sequence", "0", "--patches", "4"),
             "--images-per-sequence 0: write a whole number",
         ),
         (
             (*JOB, "--freeze-vision-model"),
-            "--freeze-vision-model: counts only with --images-per-sequence and --patches; give that too",
+            "--freeze-vision-model: counts only beside images; give --images-per-sequence and --patches too",
         ),
         (
             ("--model", "gpt-3b", "--seq-length", 4096, "--freeze-vision-projection"),

@@ -223,7 +223,15 @@ def test_the_simulator_encodes_as_long():
     (work,) = stage.first
     own = [4 * float(seconds) for seconds in work.busy]
     assert [rank.busy["encoder"] for rank in found.ranks] == pytest.approx(own)
+    apart = [span for span in found.pipeline[0] if span.way == "encoder"]
+    assert len(apart) == 4 + 4
+    assert [span.start_s for span in found.pipeline[0]] == sorted(span.start_s for span in found.pipeline[0])
+    drawn = sum(span.end_s - span.start_s for span in apart)
+    assert drawn == pytest.approx(4 * (work.forward.max() + work.backward.max()))
+    still = simulate(plan, frozen(*FROZEN), MACHINES)
+    assert sum(span.way == "encoder" for span in still.pipeline[0]) == 4
     text = simulate(PLAN, TEXT, MACHINES)
+    assert {span.way for span in text.pipeline[0]} == {"forward", "backward"}
     added = 4 * sum(phases.total for phases in work.phases(np.arange(2)))
     assert found.phases.total - found.phases.optimizer - found.phases.gradients == pytest.approx(
         text.phases.total - text.phases.optimizer - text.phases.gradients + added
@@ -244,6 +252,9 @@ def test_a_first_stage_may_encode_alone():
     found = simulate(plan, job, MACHINES)
     assert found.phases.total == pytest.approx(timing.phases.total)
     assert {name for name, busy in found.ranks[0].busy.items() if busy} == {"encoder", "optimizer"}
+    first, last = ({span.way for span in found.pipeline[0] if span.stage == stage} for stage in (0, 1))
+    assert "encoder" in first
+    assert last == {"forward", "backward"}
     for refused in (JOB, TEXT):
         with pytest.raises(PlanError, match=r"the plan has \[0, 0\], but the job needs 1 there; give"):
             CostModel(refused, MACHINES).timing(plan)
