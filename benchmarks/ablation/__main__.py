@@ -10,7 +10,7 @@ than --limit is cut off, and neither side of its cell counts. Results are kept i
 what is kept there is not planned again.
 
 example, two mechanisms on the cells of up to 16 GPUs:
-  python -m benchmarks.ablation --gpus 16 --mechanisms polish cp-sat --output ablation.json
+  python -m benchmarks.ablation --gpus 16 --mechanisms polish waiting --output ablation.json
 """
 
 from __future__ import annotations

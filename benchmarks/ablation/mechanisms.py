@@ -13,8 +13,6 @@ from unittest.mock import patch
 
 import numpy as np
 
-from megatron_hexi.planner.search.solver import CpSatResult
-
 
 @dataclass(frozen=True)
 class Mechanism:
@@ -46,10 +44,6 @@ def _unpolished(_judge: Any, trial: Any, _budget: int) -> Any:
     return trial
 
 
-def _unrefined(_judge: Any, trial: Any) -> Any:
-    return CpSatResult(trial, proven=False)
-
-
 def _no_moves(_self: Any, _base: Any) -> Any:
     return ()
 
@@ -60,7 +54,6 @@ def _afresh(_self: Any, _key: Any, make: Callable[[], Any]) -> Any:
 
 #: By name; those that are not here are not part of the planner any more.
 MECHANISMS = {
-    "cp-sat": Mechanism("CP-SAT on a domain's tokens and heads", "planner.joint.assembly.refine", _unrefined),
     "polish": Mechanism("small changes of a domain", "planner.search.domain.polish", _unpolished),
     "waiting": Mechanism(
         "the wait in stages of mixed kinds, from a few units",

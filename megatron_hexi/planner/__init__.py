@@ -2,7 +2,7 @@
 
 `request`: a planning request. `fleet`: the units that a plan is made of, their rates and their memory.
 `layouts`: domains in the form that a search changes, and their timing. `search`: the best grouping of one
-domain, balanced and polished, and CP-SAT on it. `moves`: moves of a plan, and the climb that tries them.
+domain, balanced and polished. `moves`: moves of a plan, and the climb that tries them.
 `joint`: the search over replicas, stages and domains. `improve`: what is climbed from.
 `baselines`: layouts that a user could run without the planner. `bound`: a lower bound of an iteration's
 seconds over all layouts, computed without the search.

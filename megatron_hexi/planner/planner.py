@@ -22,6 +22,7 @@ from megatron_hexi.planner.expert_placement import expert_rules
 from megatron_hexi.planner.features import means_of
 from megatron_hexi.planner.improve import Improvement, best_of_each_kind, first_plan
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
+from megatron_hexi.planner.joint.packing import SEED
 from megatron_hexi.planner.layouts.trial import Progress, noting, order_of
 from megatron_hexi.planner.longest import with_longest_sequence
 from megatron_hexi.planner.notes import gpus_of, left_out, margin_note, spell_savings, why_saved
@@ -34,7 +35,6 @@ from megatron_hexi.planner.precision import (
 )
 from megatron_hexi.planner.request import Request, refuse_untrained
 from megatron_hexi.planner.result import Planned
-from megatron_hexi.planner.search.solver import SEED
 from megatron_hexi.planner.simplest import SIMPLEST, choose
 
 

@@ -29,7 +29,6 @@ from megatron_hexi.planner.layouts.layout import Layout, build_domain, with_expe
 from megatron_hexi.planner.layouts.trial import Candidate, Judge, Trial, order_of
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.search.domain import DomainSearch
-from megatron_hexi.planner.search.solver import refine
 
 #: Fullness of memory from which on fewer micro-batches in flight may allow a better layout.
 _TIGHT = 0.95
@@ -63,7 +62,7 @@ class Assembly:
         """Return the plan of packed replicas; ``None``: the nodes cannot be cut into their stages.
 
         Args:
-            polished: whether every domain is polished, and refined by CP-SAT; not while plans are compared.
+            polished: whether every domain is polished; not while plans are compared.
         """
         self._polished = polished
         pipes = [column.pipe for column in packed.columns]
@@ -161,7 +160,7 @@ class Assembly:
             if trial is None or trial.timing.fullness > room:
                 trial = search.run(self._polished)
                 if self._polished:
-                    trial = self._searched[*work, *mix] = refine(judge, trial).trial
+                    trial = self._searched[*work, *mix] = trial
             self._found[name] = trial
             self.trials += judge.trials
         self._layouts[kind] = self._found[name]

@@ -18,12 +18,11 @@ from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.planner.joint.pools import Counts
 from megatron_hexi.planner.joint.replica_columns import Column
 from megatron_hexi.planner.layouts.deal import assign_in_turn
-from megatron_hexi.planner.search.solver import repeatable_solver
 
 #: The bisection ends when the time is known to this factor.
 _CLOSE = 1.003
-#: Limit of CP-SAT's deterministic time, about seconds.
-_EFFORT = 0.5
+#: Limit of CP-SAT's deterministic time, about seconds; and its seed, which plans record.
+_EFFORT, SEED = 0.5, 1
 
 
 @dataclass(frozen=True)
@@ -122,13 +121,25 @@ def _packed(
         model.add(cp_model.LinearExpr.weighted_sum(taken, counts) <= total)
     model.add(cp_model.LinearExpr.weighted_sum(taken, taking.tolist()) >= micro_batches)
     model.add_linear_constraint(sum(taken), replicas[0], replicas[-1])
-    solver = repeatable_solver(_EFFORT)
+    solver = _repeatable_solver()
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     chosen = [
         column for (column, _), var in zip(offers, taken, strict=True) for _ in range(solver.value(var))
     ]
     return _with_batch(chosen, micro_batches)
+
+
+def _repeatable_solver() -> cp_model.CpSolver:
+    """Return a solver with one worker, a fixed seed, and a limit of its work rather than of its seconds."""
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = SEED
+    solver.parameters.max_deterministic_time = _EFFORT
+    # OR-Tools 9.15's search for symmetries ends the process at some models with two constraints on the same
+    # sum ("Check failed: context_->VarToConstraints(var).empty()"). Models this small gain nothing by it.
+    solver.parameters.symmetry_level = 0
+    return solver
 
 
 def _most(gpus: Ints, taking: Ints, totals: Ints) -> float:

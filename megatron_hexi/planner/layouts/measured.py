@@ -25,7 +25,6 @@ class UnitTimes:
     Args:
         token: seconds of token work, with the layer's share of the vocabulary's.
         attention: seconds of attention.
-        all_to_all: seconds of the group's all-to-alls.
         group: seconds of the unit's group by itself, without waiting for other groups.
         inside: bytes of memory that depend on heads and the group's tokens.
         free: bytes of memory for `inside` and for tokens, the least of the stages.
@@ -34,7 +33,6 @@ class UnitTimes:
 
     token: Floats
     attention: Floats
-    all_to_all: Floats
     group: Floats
     inside: Floats
     free: Floats
@@ -45,7 +43,7 @@ class UnitTimes:
         """Return the times and memory of a trial's units."""
         timing, used = trial.timing, units_by_rank(trial.fleet, trial.layouts)
         size, group = len(used), timing.arrays.group
-        token, attention, moves, busy = (np.zeros(size) for _ in range(4))
+        token, attention, busy = (np.zeros(size) for _ in range(3))
         inside, free, per_token = np.zeros(size), np.full(size, np.inf), 1.0
         for number, stage in enumerate(timing.stages):
             logits = (stage.last.busy + stage.last.sums) / stage.layers
@@ -57,9 +55,6 @@ class UnitTimes:
                 token, sum(n * (times.token + times.tensor_parallel) for n, times in passes) + logits
             )
             attention = np.maximum(attention, sum(n * times.attention for n, times in passes))
-            moves = np.maximum(
-                moves, sum(n * (times.all_to_all_in + times.all_to_all_out) for n, times in passes)
-            )
             busy = np.maximum(busy, sum(n * times.undisturbed for n, times in passes) + logits)
             terms = timing.memory[number]
             # A layer grows with heads, the loss with tokens; the larger of the two is there.
@@ -78,7 +73,6 @@ class UnitTimes:
         return cls(
             token=token[place],
             attention=attention[place],
-            all_to_all=moves[place],
             group=longest[group][place],
             inside=inside[place],
             free=free[place],

@@ -14,7 +14,6 @@ from megatron_hexi.planner import CHOSEN, Request, find_plan
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.layouts.trial import Judge
 from megatron_hexi.planner.search.domain import DomainSearch
-from megatron_hexi.planner.search.solver import refine
 from tests.support.brute import BruteForce, compositions, partitions
 from tests.support.fleets import random_case, reproduce
 
@@ -64,7 +63,7 @@ def best_domain(job, cluster):
                 seen.add(sites)
                 fleet = everything.subset(units)
                 judge = Judge(fleet)
-                trial = refine(judge, DomainSearch(judge, fleet, job.global_batch_size).run()).trial
+                trial = DomainSearch(judge, fleet, job.global_batch_size).run()
                 seconds = min(seconds, trial.iteration_s) if trial.fits else seconds
     return seconds
 
