@@ -37,6 +37,7 @@ VISION: dict[str, Any] = {
 WINDOWS: dict[str, Any] = {"window_size": 16, "fullatt_block_indexes": [1]}
 FEATURES: dict[str, Any] = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
 START, IMAGE, VIDEO = 125, 126, 127
+VIDEOS = ("pixel_values_videos", "video_grid_thw")
 attention: Any = functional.scaled_dot_product_attention
 IDS: dict[str, Any] = {"vision_start_token_id": START, "image_token_id": IMAGE, "video_token_id": VIDEO}
 SECTION = [4, 2, 2]
@@ -56,12 +57,13 @@ FIELDS: dict[str, Any] = {
     "bias_activation_fusion": False,
     "moe_permute_fusion": False,
 }
-#: Parts that train alone, as fields of the model.
+#: Parts that train alone, as fields of the model; and models that see videos, too.
 TRAINED: dict[str, dict[str, Any]] = {
     "": {},
     "decoder": {"freeze_vision_model": True, "freeze_vision_projection": True},
     "encoder": {"freeze_language_model": True},
     "lora": {},
+    "videos": {},
 }
 
 
@@ -70,10 +72,11 @@ class Images(torch.utils.data.Dataset[dict[str, Any]]):
 
     Args:
         packs: whether the texts of a micro-batch become documents of one sequence.
+        videos: whether the last image of a text is a video; 2: its frames are apart, as Qwen3-VL has them.
     """
 
-    def __init__(self, samples: int, length: int, packs: bool) -> None:
-        self._samples, self._length, self._packs = samples, length, packs
+    def __init__(self, samples: int, length: int, packs: bool, videos: int = 0) -> None:
+        self._samples, self._length, self._packs, self._videos = samples, length, packs, videos
 
     def __len__(self) -> int:
         return self._samples
@@ -83,32 +86,41 @@ class Images(torch.utils.data.Dataset[dict[str, Any]]):
         count = (2, 0, 3, 1)[index % 4]
         grids = torch.randint(1, 5, (count, 3), generator=random) * 2  # sides in patches, merged by 2
         grids[:, 0] = 1
+        kinds = [IMAGE] * count
+        if self._videos and count:
+            kinds[-1], grids[-1] = VIDEO, torch.tensor([2 + index % 2, 2, 4])
         words: list[torch.Tensor] = []
-        for grid in grids:
+        for kind, grid in zip(kinds, grids, strict=True):
             text = torch.randint(1, START, (7 + index % 5,), generator=random)
-            image = torch.full((int(grid.prod()) // 4,), IMAGE)
-            words += [text, torch.tensor([START]), image]
+            parts = int(grid[0]) if self._videos > 1 else 1
+            image = torch.full((int(grid.prod()) // 4 // parts,), kind)
+            words += [text, *[torch.tensor([START]), image] * parts]
         words.append(torch.randint(1, START, (9,), generator=random))
         tokens = torch.cat(words)[: self._length]
         pixels = torch.randn(int(grids.prod(-1).sum()), 3 * 2 * 4 * 4, generator=random)
-        return {"tokens": tokens, "grids": grids, "pixels": pixels}
+        return {"tokens": tokens, "grids": grids, "pixels": pixels, "kinds": torch.tensor(kinds)}
 
     def collate_fn(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         rows = torch.zeros(len(samples), self._length, dtype=torch.int64)
         for row, sample in zip(rows, samples, strict=True):
             row[: len(sample["tokens"])] = sample["tokens"]
         labels = torch.nn.functional.pad(rows[:, 1:], (0, 1))
-        pixels = torch.cat([sample["pixels"] for sample in samples])
-        images = {
-            "pixel_values": pixels,
-            "image_grid_thw": torch.cat([sample["grids"] for sample in samples]),
+        pixels, grids, kinds = (
+            torch.cat([sample[name] for sample in samples]) for name in ("pixels", "grids", "kinds")
+        )
+        of_patches = kinds.repeat_interleave(grids.prod(-1))
+        seen = {
+            name: part
+            for kind, names in ((IMAGE, ("pixel_values", "image_grid_thw")), (VIDEO, VIDEOS))
+            for name, part in zip(names, (pixels[of_patches == kind], grids[kinds == kind]), strict=True)
+            if len(part)
         }
         batch = {
             "input_ids": rows,
             "labels": labels,
             "loss_mask": ((labels > 0) & (labels < START)).float(),
             "position_ids": torch.arange(self._length).expand(len(samples), -1),
-            "visual_inputs": GenericVisualInputs(**images) if len(pixels) else None,
+            "visual_inputs": GenericVisualInputs(**seen) if seen else None,
         }
         if self._packs:
             pack_right_padded_sequence_batch_to_mcore_thd(batch, pad_to_multiple_of=2)
@@ -206,7 +218,8 @@ def show_images(config: ConfigContainer, trained: str, weights: Path) -> None:
 
     def build(self: Any, context: Any) -> tuple[Images, Images, None]:
         packs, counts = config.dataset.enable_in_batch_packing, (context.train_samples, context.valid_samples)
-        train, valid = (Images(count, length, packs) for count in counts)
+        videos = (1 + weights.name.startswith("vision3")) * (trained == "videos")
+        train, valid = (Images(count, length, packs, videos) for count in counts)
         return train, valid, None
 
     mock_vlm_sft.MockVLMSFTDatasetBuilder.build = build

@@ -214,6 +214,7 @@ FURTHER = [
     *("vision-there", "vision3-on", "vision3e-back"),
     *("vision-turns", "vision-sole-turns", "vision3-sole-turns", "vision-unit-turns"),
     *("vision-interleaved", "vision-turns-back", "vision-turns-there"),
+    *("vision-videos", "vision-videos-packed", "vision3-videos"),
     *("vision-encoder", "vision-decoder", "vision-lora", "vision3-lora", "vision-halved"),
 ]
 #: Norms of Transformer Engine's and of Megatron's own layers that have two names.
@@ -291,7 +292,7 @@ def slices(cell: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
 
 
 #: Jobs with a reference of their own; that of others is named as their first word.
-ALONE = ("vision-encoder", "vision-decoder", "vision-lora", "vision3-lora")
+ALONE = ("vision-encoder", "vision-decoder", "vision-lora", "vision3-lora", "vision-videos", "vision3-videos")
 #: Jobs that go on from a checkpoint of five iterations, and the job that saved it; ``None``: the reference.
 GO_ON = {
     "vision-on": "vision",
