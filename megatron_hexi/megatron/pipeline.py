@@ -53,10 +53,11 @@ def _with_plan_sizes(schedule: Callable[..., Any]) -> Callable[..., Any]:
         if share is not None:
             assert num_microbatches == share.total, "no job with other batches passes the checks"
             num_microbatches = share.count
-        if stages is None and session.given.plan.rates is not None:
-            # Rows differ from batch to batch: Megatron's communicator sends their number ahead of them.
+        if stages is not None or session.given.plan.rates is not None:
+            # Where rows differ from batch to batch, Megatron's communicator sends their number ahead of them;
+            # where stages differ, a table has it, whatever Megatron Bridge sets for packed texts.
             for chunk in model if isinstance(model, list) else [model]:
-                get_model_config(chunk).variable_seq_lengths = True
+                get_model_config(chunk).variable_seq_lengths = stages is None
         if stages is not None:
             first, last = stages.view.place.samples
             micro_batch_size = last - first

@@ -190,6 +190,9 @@ PLANS["unit-turns"] = """\
   stages:
   - {layers: [0, 4], domains: [{ranks: [3]}]}
 """
+for name, like in (("packed-turns", "turns"), ("packed-stages", "dealt-stages")):
+    halved = PLANS[like].replace("101", "202").replace("tokens: 71", "tokens: 172")
+    PLANS[name] = halved.replace("micro_batches: 3", "micro_batches: 1")
 PLANS["interleaved"] = (
     PLANS["turns"]
     .replace("    offload: [parameters, optimizer, activations]\n", "")
@@ -199,7 +202,7 @@ PLANS["apart"] = PLANS["dealt-stages"].replace("[0, 2]", "[0, 0]").replace("[2, 
 PLANS["last-units"] = PLANS["unit-stages"]
 #: Tokens of a plan's sequence, where not 101.
 LENGTHS = dict.fromkeys(("even-units", "first-units", "last-units", "unit-turns"), 102)
-LENGTHS |= {"packed": 202, "packed-units": 204}
+LENGTHS |= {"packed": 202, "packed-units": 204, "packed-turns": 202, "packed-stages": 202}
 SCRIPT = Path(__file__).parent / "bridge_models.py"
 #: The job of the default suite, and those that are trained on request.
 JOBS = ["experts-te", "vision", "vision-on", "vision-back", "vision-stages"]
@@ -215,6 +218,8 @@ FURTHER = [
     *("vision-turns", "vision-sole-turns", "vision3-sole-turns", "vision-unit-turns"),
     *("vision-interleaved", "vision-turns-back", "vision-turns-there"),
     *("vision-videos", "vision-videos-packed", "vision3-videos"),
+    *("vision-encoder-turns", "vision-decoder-turns", "vision-lora-turns"),
+    *("vision-packed-turns", "vision-packed-stages"),
     *("vision-encoder", "vision-decoder", "vision-lora", "vision3-lora", "vision-halved"),
 ]
 #: Norms of Transformer Engine's and of Megatron's own layers that have two names.
