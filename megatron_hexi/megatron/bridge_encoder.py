@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -183,8 +184,41 @@ def _qwen3(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
         return original(self, *args, **kwargs)
 
 
+@patched(
+    f"{_QWEN3}.transformer_block:Qwen3VLVisionTransformerBlock._checkpointed_forward",
+    why="features of layers that are computed again have gradients",
+    **OF_BRIDGE,
+)
+def _with_gradients(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if active_session() is None:
+        return original(self, *args, **kwargs)
+    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import transformer_block as block
+
+    of_megatron = SimpleNamespace(
+        checkpoint=_of_tensors(block.tensor_parallel.checkpoint), random=block.tensor_parallel.random
+    )
+    of_engine = _of_tensors(getattr(block, "te_checkpoint", None))
+    with attributes(block, tensor_parallel=of_megatron, te_checkpoint=of_engine):
+        return original(self, *args, **kwargs)
+
+
+def _of_tensors(checkpoint: Any) -> Callable[..., tuple[Tensor, list[Tensor], None]]:
+    """Return a checkpoint of layers whose features, a list in Bridge, are outputs that autograd sees."""
+
+    def checkpointed(run: Callable[..., Any], *args: Any) -> tuple[Tensor, list[Tensor], None]:
+        def flat(*inputs: Any) -> tuple[Tensor, ...]:
+            hidden, features, _context = run(*inputs)
+            return hidden, *features
+
+        hidden, *features = checkpoint(flat, *args)
+        return hidden, features, None
+
+    return checkpointed
+
+
 BRIDGE_ENCODER_PATCHES = (
     _qwen25,
     _qwen3,
+    _with_gradients,
     encoder_patch(f"{_QWEN3}.vision_model:Qwen3VLVisionModel", **OF_BRIDGE),
 )

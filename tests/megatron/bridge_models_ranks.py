@@ -109,6 +109,7 @@ INTERLEAVED = {
     "overlap_p2p_comm": True,
     "batch_p2p_comm": False,
 }
+AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 JOBS = {
     "dense-chunks": Job("dense", "pipeline", INTERLEAVED),
     "vision-chunks": Job("vision", "pipeline", INTERLEAVED),
@@ -165,6 +166,7 @@ JOBS = {
     "vision-lora-turns": Job("vision-lora", "turns"),
     "vision-packed-turns": Job("vision", "packed-turns", samples=2, packs=True),
     "vision-packed-stages": Job("vision", "packed-stages", samples=2, packs=True),
+    "vision3-again": Job("vision3", "dealt", AGAIN),
     "vision-halved": Job("vision", "dealt-stages"),
     "vision-encoder-stages": Job("vision-encoder", "dealt-stages"),
     "vision-decoder-stages": Job("vision-decoder", "dealt-stages"),

@@ -217,9 +217,9 @@ FURTHER = [
     *("vision-there", "vision3-on", "vision3e-back"),
     *("vision-turns", "vision-sole-turns", "vision3-sole-turns", "vision-unit-turns"),
     *("vision-interleaved", "vision-turns-back", "vision-turns-there"),
-    *("vision-videos", "vision-videos-packed", "vision3-videos"),
     *("vision-encoder-turns", "vision-decoder-turns", "vision-lora-turns"),
     *("vision-packed-turns", "vision-packed-stages"),
+    *("vision-videos", "vision-videos-packed", "vision3-videos", "vision3-again"),
     *("vision-encoder", "vision-decoder", "vision-lora", "vision3-lora", "vision-halved"),
 ]
 #: Norms of Transformer Engine's and of Megatron's own layers that have two names.
