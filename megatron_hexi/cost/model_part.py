@@ -230,10 +230,7 @@ class ModelPart:
         return np.where(self.ministages, 1, passes / self.chunks)
 
     def encoded(self, micro_batches: Ints) -> Ints:
-        """Return the number of micro-batches whose images' activations a first stage keeps at a time.
-
-        They are kept with those of its first chunk or ministage.
-        """
+        """Return the number of micro-batches whose images' activations a first stage keeps at a time."""
         ahead = self.ahead if self.first_ahead is None else self.first_ahead
         return np.where(self.ministages, 1, np.minimum(micro_batches, ahead))
 

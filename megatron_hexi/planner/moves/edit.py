@@ -32,15 +32,6 @@ def stages_of(plan: Plan) -> Iterator[tuple[Place, Stage]]:
             yield (r, s), stage
 
 
-def least_layers(job: Job, place: int, ministages: int | None) -> int:
-    """Return the least number of layers of a replica's stage: one in each of its ministages.
-
-    In a first stage, or in its first ministage, those that add features of images.
-    """
-    first = job.first_layers if place == 0 else 1
-    return first if ministages is None else max(ministages, ministages * (first - 1) + 1)
-
-
 def with_stages(
     plan: Plan, change: Callable[[Place, Stage], Stage], counts: Sequence[int] | None = None
 ) -> Plan:

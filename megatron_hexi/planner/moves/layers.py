@@ -20,7 +20,7 @@ from megatron_hexi.plan import Plan, Stage
 from megatron_hexi.plan.recompute import Again, Recompute
 from megatron_hexi.planner.layouts.trial import Candidate
 from megatron_hexi.planner.moves.climb import Move
-from megatron_hexi.planner.moves.edit import Place, least_layers, stages_of, with_stages, written_out
+from megatron_hexi.planner.moves.edit import Place, stages_of, with_stages, written_out
 
 #: Numbers of layers that move at once. With layers of several kinds more than one, to pass the few of another
 #: kind between equal ones.
@@ -42,8 +42,13 @@ def layer_moves(base: Candidate) -> Iterator[Move]:
             first, middle, last = bounds[place : place + 3]
             one, other = replica.stages[place : place + 2]
             cuts, other_cuts = one.ministage_count, other.ministage_count
+            least_layers = base.job.first_layers if place == 0 else 1
             for moved in (middle + way * count for count in steps for way in (-1, 1)):
-                if first + least_layers(base.job, place, cuts) <= moved <= last - (other_cuts or 1):
+                of_first = -(
+                    -(moved - first) // (cuts or 1)
+                )  # of its ministages, which are as even as possible
+                is_left = moved - first >= (cuts or 0) and of_first >= least_layers
+                if is_left and moved <= last - (other_cuts or 1):
                     changed = {
                         (number, place): replace(one, layers=(first, moved), ministages=cuts),
                         (number, place + 1): replace(other, layers=(moved, last), ministages=other_cuts),

@@ -23,14 +23,7 @@ from megatron_hexi.plan.terms import Order
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.layouts.trial import Candidate
 from megatron_hexi.planner.moves.climb import Family, Move
-from megatron_hexi.planner.moves.edit import (
-    MemoryOption,
-    Place,
-    least_layers,
-    stages_of,
-    with_members,
-    written_out,
-)
+from megatron_hexi.planner.moves.edit import MemoryOption, Place, stages_of, with_members, written_out
 from megatron_hexi.planner.recomputation import offered
 from megatron_hexi.planner.request import Request
 
@@ -97,23 +90,20 @@ class MemoryMoves:
             return
         if on_host:
             full = base.timing.stage_fullness
-            ladders: list[dict[Place, Sequence[MemoryOption]]] = [
-                {
-                    place: [MemoryOption(mode, ("optimizer",)) for mode in modes[place]]
-                    for place, stage in stages_of(base.plan)
-                    if full[place] > 1 or Again.of(stage.recompute)
-                }
-            ]
-            yield Move((0.0, least_seconds(base.timing)), base.plan, base.job, ladders)
+            short = {
+                place: [MemoryOption(mode, ("optimizer",)) for mode in modes[place]]
+                for place, stage in stages_of(base.plan)
+                if full[place] > 1 or Again.of(stage.recompute)
+            }
+            yield Move((0.0, least_seconds(base.timing)), base.plan, base.job, [short])
         if not self._request.rules.allow("ministages"):
             return
         least = min(_most_ministages(base.job, replica) for replica in base.plan.replicas)
         family = Family("ministages", far=_FAR_IN_TURN)
         for count in sorted({count for count in (*_IN_TURN, least) if 1 < count <= least}):
             plan = replace(base.plan, replicas=tuple(_cut(own, count, None) for own in base.plan.replicas))
-            ladders = [{place: list(map(MemoryOption, own)) for place, own in modes.items()}]
-            if on_host:
-                ladders.append({place: _offloaded(own) for place, own in modes.items()})
+            options = (lambda own: tuple(map(MemoryOption, own))), _offloaded
+            ladders = [{place: some(own) for place, own in modes.items()} for some in options[: 1 + on_host]]
             least_s = least_seconds(base.timing, count, in_turn=True)
             yield Move((0.0, least_s), plan, base.job, ladders, family)
 
@@ -171,10 +161,10 @@ def _offloaded(modes: Sequence[Recompute]) -> tuple[MemoryOption, ...]:
 
 
 def _most_ministages(job: Job, replica: Replica) -> int:
-    """Return the most ministages of each stage of a replica whose stages keep their layers; 0: none."""
+    """Return the most ministages of each stage: the first one keeps the layers that add features; 0: none."""
     layers = [sum(stage.ministage_sizes) for stage in replica.stages]
     counts = range(1, min(layers) + 1)
-    return max((count for count in counts if least_layers(job, 0, count) <= layers[0]), default=0)
+    return max((count for count in counts if -(-layers[0] // count) >= job.first_layers), default=0)
 
 
 def _cut(replica: Replica, count: int, order: Order | None) -> Replica:

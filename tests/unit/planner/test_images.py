@@ -23,7 +23,6 @@ from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.layouts.images import divided_images, image_seconds
 from megatron_hexi.planner.layouts.trial import Candidate
 from megatron_hexi.planner.moves import layer_moves
-from megatron_hexi.planner.moves.edit import least_layers
 from megatron_hexi.planner.moves.memory import MemoryMoves
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.unit.planner.test_savings import machines as with_memory
@@ -145,12 +144,23 @@ def test_first_ministages_keep_the_layers_that_add_features(deepstack: int, coun
         CostModel(job, MACHINES).timing(replace(plan, replicas=(replica,)))
 
 
-def test_layers_stay_in_the_first_ministage_that_add_features():
-    job = replace(JOB, model=replace(MODEL, vision=replace(VISION, deepstack=2)))
-    assert [least_layers(job, 0, ministages) for ministages in (None, 1, 2, 3)] == [2, 2, 3, 4]
-    assert [least_layers(job, 1, ministages) for ministages in (None, 1, 2, 3)] == [1, 1, 2, 3]
-    alone = replace(job, model=replace(MODEL, vision=replace(VISION, deepstack=0)))
-    assert [least_layers(alone, 0, ministages) for ministages in (None, 1, 2, 3)] == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    ("deepstack", "ministages", "left"),
+    [(0, None, {2, 4}), (2, None, {2, 4}), (0, 3, {4}), (2, 2, {4}), (1, 2, {2, 4}), (3, None, {4})],
+)
+def test_layers_stay_in_the_first_ministage_that_add_features(
+    deepstack: int, ministages: int | None, left: set[int]
+):
+    job = replace(JOB, model=replace(MODEL, vision=replace(VISION, deepstack=deepstack)))
+    domains = [proportional_plan(JOB.workload(), [[[1, 1]]]).replicas[0].domain for _ in range(2)]
+    later = domains[1].with_members(lambda member: replace(member, ranks=(member.ranks[0] + 2,)))
+    stages = tuple(
+        Stage((domain,), layers=layers, ministages=ministages)
+        for domain, layers in ((domains[0], (0, 3)), (later, (3, 8)))
+    )
+    plan = Plan(JOB.workload(), (Replica(stages, 8),))
+    base = Candidate(plan, job, CostModel(job, MACHINES).timing(plan))
+    assert {move.plan.replicas[0].stages[0].layers for move in layer_moves(base)} == {(0, n) for n in left}
 
 
 def test_images_that_fit_in_ministages_alone_are_planned_in_them():
