@@ -44,8 +44,8 @@ def weight_collectives(
     With `overlap_gradients` both are hidden, but not the weights if ministages need them one after the other.
     """
     hidden, each = job.overlap_gradients, weight_bytes(job)
-    # Only trained weights change; but ministages gather all of theirs for each pass.
-    gathered = each.weight if has_ministages else job.trained_share * job.element_bytes
+    # Only trained weights change, and frozen ones stay where they are; else ministages gather all of theirs.
+    gathered = each.weight if has_ministages and not job.lora_rank else job.trained_share * job.element_bytes
     return (
         WeightCollective(each.gradient, "backward" if hidden else None),
         WeightCollective(gathered, "forward" if hidden and not has_ministages else None),
@@ -189,6 +189,8 @@ class _Travel:
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self._element, self._gradient, _ = weight_bytes(job)
+        if job.lora_rank:  # adapters alone travel
+            self._element = job.trained_share * job.element_bytes
         self._mesh = mesh
         most = max(len(unit.ministages or ()) for unit in mesh.units)
         #: Seconds of gathers and sums, and bytes from and to host memory, [ranks, ministages] each.
@@ -235,6 +237,7 @@ class _Placing:
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self._element, self._gradient, _ = weight_bytes(job)
+        self._are_frozen = bool(job.lora_rank)
         self._mesh = mesh
         self._offload = [unit.offload for unit in mesh.units]
         self._counts = {name: np.zeros(len(mesh.units)) for name in (one.name for one in fields(Present))}
@@ -254,7 +257,10 @@ class _Placing:
             assert kept.ministage is not None
             self._by_number[rank][kept.ministage] += whole
             rest = whole if kept.whole else own
-            counts["host_weights" if kept.weights_on_host else "weights"][rank] += rest
+            if self._are_frozen:  # the runtime gathers and offloads what is trained: the adapters
+                counts["weights"][rank] += whole
+            else:
+                counts["host_weights" if kept.weights_on_host else "weights"][rank] += rest
             counts["host_gradients" if kept.gradients_on_host else "gradients"][rank] += rest
         else:
             counts["weights"][rank] += whole
@@ -270,7 +276,7 @@ class _Placing:
         for rank, sizes in self._by_number.items():
             unit = self._mesh.units[rank]
             most = self._most(len(unit.ministages or (1,)), unit.is_last, tuple(sizes.items()))
-            here[rank] += most[0]
+            here[rank] += most[0] * (not self._are_frozen)
             added[rank] += most[1]
         return Present(**{**self._counts, "weights": here, "gradients": added})
 

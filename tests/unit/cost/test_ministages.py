@@ -230,10 +230,10 @@ def estimate(tmp_path: Path):
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     cluster = read_cluster(tmp_path / "cluster.yaml")
 
-    def run(text: str, data_parallel: int = 1):
+    def run(text: str, data_parallel: int = 1, **terms):
         (tmp_path / "plan.yaml").write_text(text)
         plan = read_plan(tmp_path / "plan.yaml")
-        job = replace(JOB, data_parallel=data_parallel)
+        job = replace(JOB, data_parallel=data_parallel, **terms)
         return plan, job, cluster, CostModel(job, cluster).estimate(plan)
 
     return run
@@ -277,6 +277,21 @@ def test_what_is_offloaded_leaves_the_device_for_the_host(estimate):
     assert host.activations == 31 * 8 * rows
     assert before.activations - after.activations == pytest.approx((31 * 8 - 2) * rows)
     assert after.total < 0.4 * before.total
+
+
+def test_frozen_weights_stay_on_the_device_and_adapters_alone_travel(estimate):
+    *_, whole = estimate(STAGE, lora_rank=16)
+    *_, turns = estimate(TURNS, lora_rank=16)
+    *_, offloaded = estimate(OFFLOADED, lora_rank=16)
+    for one in (turns, offloaded):
+        assert one.ranks[1].memory.weights == pytest.approx(whole.ranks[1].memory.weights)
+        assert one.ranks[1].host_memory.weights == 0
+    assert offloaded.ranks[1].host_memory.gradients > 0
+    assert offloaded.ranks[1].memory.optimizer == 0
+    *_, trained = estimate(TURNS)
+    assert turns.phases.pipeline + turns.phases.gradients < 0.1 * (
+        trained.phases.pipeline + trained.phases.gradients
+    )
 
 
 def test_a_domain_has_work_and_rows_of_the_micro_batches_that_it_takes(estimate):
