@@ -1,9 +1,9 @@
 """The encoder of images of a replica's first stage: seconds of the images that each unit encodes.
 
-Every rank of a unit has the whole encoder, and encodes its unit's images before the first layer of each
-micro-batch. Its layers are timed by the rates of the decoder's products and of attention without a mask, of
-each image by itself or in windows; their backward pass follows the decoder's. Where images are divided, their
-features travel to the owners of their rows, which are taken to be spread evenly over the sequence.
+Units encode before the first layer of each micro-batch. Each rank has the whole encoder, or its unit's ranks
+divide its layers and projectors. They are timed by the rates of the decoder's products and of attention
+without a mask, of each image by itself or in windows; backward passes follow the decoder's. Where images are
+divided, features travel to the owners of their rows, which are taken to be spread evenly over the sequence.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from megatron_hexi.cluster import PassCurves
 from megatron_hexi.cost.arrays import Counts, Floats
+from megatron_hexi.cost.collectives import tensor_parallel_seconds
 from megatron_hexi.cost.compute import Speeds, head_size_factor, rates, square_times, token_times
 from megatron_hexi.cost.ends import EndWork
 from megatron_hexi.cost.model_part import ModelPart
@@ -67,11 +67,11 @@ def images_of_units(rows: Sequence[DomainRow], job: Job, part: ModelPart | None)
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """Seconds of a micro-batch's images on the units of a section.
+    """Seconds of a micro-batch's images on the units of a section, of work and of all-reduces inside units.
 
     Args:
-        layers: passes of one layer of the encoder, [2][U].
-        outside: passes of the patches' embedding and of the projectors, [2][U].
+        layers: passes of one layer of the encoder, [2][2, U].
+        outside: passes of the patches' embedding and of the projectors, [2][2, U].
         sent: seconds in which features reach the rows' owners, and their gradients come back, [2][U].
         count: number of the encoder's layers.
     """
@@ -93,7 +93,8 @@ class Encoding:
         forward = self.outside.forward + self.count * self.layers.forward
         backward = self.outside.backward + self.count * self.layers.backward + again * self.layers.forward
         sent = Times(self.sent.forward, self.sent.backward + twice * self.sent.forward)
-        return EndWork("encoder", forward, backward + twice * forward, np.zeros(len(forward)), sent)
+        work, sums = zip(forward, backward + twice * forward, strict=True)
+        return EndWork("encoder", *work, Times(*sums), sent)
 
 
 def encoding(section: Section, links: LinkTable) -> Encoding | None:
@@ -101,52 +102,59 @@ def encoding(section: Section, links: LinkTable) -> Encoding | None:
     vision, images = section.job.model.vision, section.images
     if section.job.images is None or vision is None:
         return None
-    seconds, sent = np.zeros((2, 2, len(section.units))), np.zeros((2, len(section.units)))
+    seconds, sent = np.zeros((2, 2, 2, len(section.units))), np.zeros((2, len(section.units)))
     if images is not None:
-        for speeds, units in section.placement.stage.by_kind:
-            seconds[..., units] = encoder_times(speeds, section.job, images.of_units[units])
+        stage = section.placement.stage
+        for speeds, units in stage.by_kind:
+            own = images.of_units[units], stage.bandwidth[units], stage.latency[units]
+            seconds[..., units] = encoder_times(speeds, section.job, *own)
         sent = _sent(section, images, vision, links)
     return Encoding(Times(*seconds[0]), Times(*seconds[1]), Times(*sent), vision.layers)
 
 
-def encoder_times(speeds: Speeds, job: Job, images: Floats) -> tuple[Times, Times]:
-    """Return the seconds of one layer of a GPU's encoder, and of what is outside its layers.
+def encoder_times(speeds: Speeds, job: Job, images: Floats, bandwidth: Floats, latency: Floats) -> Floats:
+    """Return the seconds of one layer of units' encoders and of what is outside layers, [2, 2, 2, U].
 
-    Frozen layers, and the patches' embedding beside adapters, have no backward pass.
+    Each has both passes, and a pass its work and its all-reduces inside the unit. A layer has those of the
+    decoder's, a projector one of features forward, and one of patches backward. Frozen layers, and the
+    patches' embedding beside adapters, have no backward pass.
 
     Args:
         job: the job, with images.
-        images: numbers of images that it encodes.
+        images: numbers of images that the units encode, [U].
+        bandwidth: bandwidth of the links inside each unit's node, bytes/s, [U].
+        latency: seconds of latency of a message inside the node, [U].
     """
     own, vision = job.encoder, job.model.vision
     assert own is not None
     assert vision is not None
     factor = head_size_factor(own.model.kernel_dim) / head_size_factor(job.model.kernel_dim)
-    ways = (speeds.full.forward.scaled(factor), speeds.full.backward.scaled(factor))
-    speeds = replace(speeds, full=PassCurves(*ways))
     patches = own.seq_length
     rows, near = images * patches, min(vision.window or patches, patches)
     token = token_times(speeds, own, rows)
     whole = vision.full_layers / vision.layers if vision.window else 1.0
     pairs = zip((whole, 1 - whole), (patches, near), strict=True)
     attention = [part * np.array(square_times(speeds, own, rows * side, side)) for part, side in pairs]
-    layers = np.array(token) + own.model.heads * sum(attention)
+    layers = np.array(token) + own.workload().local_heads / factor * sum(attention)
     trains, projects = job.trained_vision
-    layers[1] *= trains
     merged = rows / vision.merge**2
     embedding = Products.of(vision.patch_values, vision.hidden_size)
-    projector = Products.of(vision.merged_size, vision.merged_size)
-    projectors = (1 + vision.deepstack) * (projector + Products.of(vision.merged_size, job.model.hidden_size))
+    inside, count = vision.merged_size / own.tensor_parallel, 1 + vision.deepstack
+    projector = Products.of(vision.merged_size, inside) + Products.of(inside, job.model.hidden_size)
     of_layers = Elements.of(own, in_layer=True)
     (ahead, first), (projected, last) = (
         product_seconds(rates(speeds.output, seen), speeds.memory, seen, size, elements)
         for size, seen, elements in (
             (embedding, rows, Elements.of(own)),
-            (projectors, merged, of_layers if projects else replace(of_layers, adapters=0)),
+            (count * projector, merged, of_layers if projects else replace(of_layers, adapters=0)),
         )
     )
     backward = (trains and not job.lora_rank) * first + (trains or projects) * last
-    return Times(*layers), Times(ahead + projected, backward)
+    features = merged * job.model.hidden_size / vision.hidden_size  # as rows of the encoder's width
+    back, there = (tensor_parallel_seconds(own, seen, bandwidth, latency) for seen in (rows, features))
+    of_layer = [layers[0], 2 * back], [trains * layers[1], trains * 2 * back]
+    outside = [ahead + projected, count * there], [backward, (trains or projects) * count * back]
+    return np.array([of_layer, outside])
 
 
 def _sent(section: Section, images: ImagesOfUnits, vision: Vision, links: LinkTable) -> Floats:

@@ -59,11 +59,11 @@ def encoder_bytes(job: Job, images: Floats) -> EncoderBytes:
     own, vision = job.encoder, job.model.vision
     assert own is not None
     assert vision is not None
-    rows, heads = images * own.seq_length, np.full(np.shape(images), float(own.model.heads))
+    rows, heads = images * own.seq_length, np.full(np.shape(images), float(own.workload().local_heads))
     layer = rows * token_activation_bytes(own) + attention_bytes(own, rows, rows, heads, heads)
     trains, projects = job.trained_vision
     # Of each projector the inputs of norm and activation, both factors if they are trained, and the features.
-    wide = vision.merged_size * (4 if projects else 2)
+    wide = vision.merged_size * (1 + 1 / own.tensor_parallel) * (2 if projects else 1)
     columns = (1 + vision.deepstack) * (wide + job.model.hidden_size) / vision.merge**2
     merged, patches = (rows * each * own.element_bytes for each in (columns, vision.patch_values))
     if trains:  # beside adapters the patches' embedding is frozen

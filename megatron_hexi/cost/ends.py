@@ -24,14 +24,14 @@ class EndWork(NamedTuple):
         name: the work, as phases of the iteration and records of ranks name it.
         forward: seconds ahead of the layers' forward pass, [U].
         backward: seconds of the backward pass, to which all of the loss belongs, [U].
-        sums: seconds of its collectives inside each unit, [U].
+        sums: seconds of its collectives inside each unit, forward and backward, [2][U].
         sent: exposed seconds of its messages between units, forward and backward, [2][U].
     """
 
     name: Literal["encoder", "logits"]
     forward: Floats
     backward: Floats
-    sums: Floats
+    sums: Times
     sent: Times
 
     @property
@@ -39,16 +39,19 @@ class EndWork(NamedTuple):
         """Seconds in which each unit computes, [U]."""
         return self.forward + self.backward
 
-    def phases(self, units: Ints) -> tuple[Phases, Phases]:
+    @property
+    def passes(self) -> Times:
+        """Seconds of each unit's passes, with its collectives inside it, [2][U]."""
+        return Times(self.forward + self.sums.forward, self.backward + self.sums.backward)
+
+    def phases(self, units: Ints) -> tuple[Phases, ...]:
         """Return the seconds of a domain's units by phase, forward and backward, of the slowest of them."""
-        ahead, behind = (float(seconds[units].max()) for seconds in self.sent)
-        slowest = units[np.argmax((self.backward + self.sums)[units])]
-        there: dict[str, float] = {self.name: float(self.forward[units].max())}
-        back: dict[str, float] = {self.name: float(self.backward[slowest])}
-        return (
-            Phases(**there, all_to_all=ahead),
-            Phases(**back, all_to_all=behind, tensor_parallel=float(self.sums[slowest])),
-        )
+        found = []
+        for work, sums, sent in zip((self.forward, self.backward), self.sums, self.sent, strict=True):
+            slowest = units[np.argmax((work + sums)[units])]
+            own: dict[str, float] = {self.name: float(work[slowest]), "tensor_parallel": float(sums[slowest])}
+            found.append(Phases(**own, all_to_all=float(sent[units].max())))
+        return tuple(found)
 
 
 def loss_work(section: Section) -> EndWork:
@@ -64,4 +67,4 @@ def loss_work(section: Section) -> EndWork:
         # the input of its projection, which is 2 h wide, and one for the projection's output.
         each = tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
         sums = section.part.is_last * ((1 + 4 * job.model.mtp_layers) * each)
-    return EndWork("logits", nothing, times, sums, Times(nothing, nothing))
+    return EndWork("logits", nothing, times, Times(nothing, sums), Times(nothing, nothing))

@@ -102,7 +102,7 @@ def end_weights(job: Job, width: int) -> list[EndWeights]:
     model, predicts = job.model, job.model.mtp_layers > 0
     vocabulary, norm = model.vocab_params(width), model.norm_params(model.hidden_size)
     positions = model.learned_positions * model.hidden_size
-    encoder, projectors = (0, 0) if job.images is None else model.encoder_params
+    encoder, projectors = (0, 0) if job.images is None else model.encoder_params(width)
     is_trained, are_trained = job.trained_vision
     found = (
         EndWeights("embedding", vocabulary, True, model.shares_embedding),

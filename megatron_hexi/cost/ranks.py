@@ -114,7 +114,8 @@ def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
             "attention_s": turns * sum(times * one.attention for times, one in passes),
             "logits_s": turns * busy["logits"],
             "optimizer_s": optimizer,
-            "communication_s": turns * (waits + sum(end.sums for end in cost.ends) + cost.pipeline_s)
+            "communication_s": turns
+            * (waits + sum(sum((*end.sums, *end.sent)) for end in cost.ends) + cost.pipeline_s)
             + waited[section.replica],
         }
         for number, place in section_ranks(cluster, section):

@@ -45,6 +45,11 @@ def refuse_vision(config: Any) -> None:
         )
     stages, layers = config.model.pipeline_model_parallel_size, config.model.num_layers
     for row in domain_rows(given.plan, stages=stages, layers=layers):
+        if row.stage == 0 and further and (heads := config.model.vision_config.num_heads) % row.width:
+            raise HexiError(
+                f"{given.path}: units of the first stage of replicas[{row.replica}] have {row.width} ranks, "
+                f"which do not divide the encoder's {heads} heads; give as many as do"
+            )
         first = row.ministages[0] if row.ministages else row.layers
         if row.stage == 0 and first is not None and first[1] < further:
             what = "ministage" if row.ministages else "stage"

@@ -184,7 +184,9 @@ class Job:
             sizes += [("heads with a state", state.heads), ("groups of these heads", state.groups)]
         for what, size in sizes:
             if size % tp:
-                _refuse("tensor_parallel", tp, f"give a number that divides the {what}, {size}")
+                _refuse(
+                    "tensor_parallel", tp, f"give a number that divides the {what} of {model.name}, {size}"
+                )
         if model.kv_heads % tp and tp % model.kv_heads:
             _refuse("tensor_parallel", tp, f"give a divisor or multiple of the {model.kv_heads} KV heads")
         if pp > model.layers:
@@ -224,11 +226,11 @@ class Job:
     def encoder(self) -> Job | None:
         """This job with the encoder's layers for a model and an image's patches for a sequence.
 
-        Each rank has the whole encoder, in 16 bits where layers are in fp8, with adapters where these join
-        it. ``None``: there are no images.
+        It is in 16 bits where layers are in fp8, without sequence parallelism, and has adapters where these
+        join it. ``None``: there are no images. Ranks that divide it have to divide its heads (HexiError).
         """
-        model = self.model.encoder
-        if self.images is None or model is None:
+        model, vision = self.model.encoder, self.model.vision
+        if self.images is None or model is None or vision is None:
             return None
         return replace(
             self,
@@ -236,7 +238,8 @@ class Job:
             seq_length=self.images.patches,
             micro_batch_size=1,
             global_batch_size=1,
-            tensor_parallel=1,
+            tensor_parallel=self.tensor_parallel if vision.in_megatron else 1,
+            sequence_parallel=False,
             pipeline_parallel=1,
             virtual_stages=1,
             recompute="none",
@@ -279,7 +282,7 @@ class Job:
         columns = zip(model.kinds, model.layers_run, strict=True)
         adapted, params = sum(layers * kind.matrix_columns for kind, layers in columns), model.total_params
         if self.images is not None and model.encoder_columns:
-            adapted, params = adapted + model.encoder_columns, params + sum(model.encoder_params)
+            adapted, params = adapted + model.encoder_columns, params + sum(model.encoder_params())
         return self.lora_rank * adapted / params if self.lora_rank else 1.0
 
     @property

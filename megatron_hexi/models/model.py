@@ -37,13 +37,13 @@ class Model(Decoder):
         fields = self.vision.layer_fields
         return Model(name=f"the encoder of {self.name}", vocab_size=1, tied_embeddings=True, **fields)
 
-    @cached_property
-    def encoder_params(self) -> tuple[int, int]:
-        """Numbers of weights of a rank's encoder of images: without projectors, and of these; 0 without."""
+    def encoder_params(self, tensor_parallel: int = 1) -> tuple[int, int]:
+        """Return the weights of the encoder on one rank: without projectors, and of these; 0 without."""
         if self.vision is None or self.encoder is None:
             return 0, 0
-        layers = self.vision.layers * self.encoder.layer_params()
-        patches, projectors = self.vision.params_outside_layers(self.hidden_size)
+        parts = tensor_parallel if self.vision.in_megatron else 1
+        layers = self.vision.layers * self.encoder.layer_params(parts)
+        patches, projectors = self.vision.params_outside_layers(self.hidden_size, parts)
         return layers + patches, projectors
 
     @property

@@ -32,7 +32,7 @@ class Vision:
             attend to the whole image.
         full_layers: number of layers that attend to the whole image where there are windows.
         deepstack: number of further projectors, of the features that the decoder's first layers add.
-        in_megatron: whether Bridge builds it of Megatron's layers, which adapters join, not of transformers'.
+        in_megatron: whether Bridge builds it of Megatron's layers, which adapters join and ranks divide.
 
     Raises:
         HexiError: a size is no whole number above 0, or heads do not divide the width.
@@ -81,15 +81,16 @@ class Vision:
         """Number of columns of the patches that the decoder takes as one token."""
         return self.merge**2 * self.hidden_size
 
-    def params_outside_layers(self, hidden_size: int) -> tuple[int, int]:
+    def params_outside_layers(self, hidden_size: int, parts: int = 1) -> tuple[int, int]:
         """Return the numbers of weights of the patches' embedding with the positions, and of all projectors.
 
         Args:
             hidden_size: width of the decoder.
+            parts: number of ranks that divide the projectors' matrices.
         """
         patches = self.hidden_size * (self.patch_values + self.patch_bias + self.positions)
         width, norm = self.merged_size, 1 + self.norm_biases
-        projector = width * (width + 1) + (width + 1) * hidden_size
+        projector = width // parts * (width + 1 + hidden_size) + hidden_size
         norms = norm * (self.hidden_size + self.deepstack * width)  # further ones are over merged patches
         return patches, (1 + self.deepstack) * projector + norms
 

@@ -144,7 +144,7 @@ class Request:
 
     def _can_be_cut(self, width: int) -> bool:
         try:
-            self.with_width(width)
+            _ = self.with_width(width).encoder
         except HexiError:
             return False
         return True

@@ -1,8 +1,8 @@
 """Writes what Megatron Bridge trains of encoders of images; run it by `bridge_models_run` with a folder.
 
-The folder gets small models of `bridge_vision`, and ``frozen.json``: for each kind of model and each of
-`CASES` the numbers of trained and of frozen weights of the encoder, and the bytes of 16 patches that it keeps
-for a backward pass.
+The folder gets small models of `bridge_vision`, and ``frozen-RANKS.json``: for each kind of model and each of
+`CASES` the numbers of trained and of frozen weights of the encoder on a rank, and the bytes of 16 patches
+that it keeps for a backward pass. All ranks are one tensor-parallel unit.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ def main(out: Path) -> None:
         return sum(storage.nbytes() for storage in kept.values())
 
     dist.init_process_group("gloo")
-    write_imported(out)
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        write_imported(out)
     found: dict[str, dict[str, tuple[int, int, int]]] = {}
     for kind in bridge_vision.KINDS:
         for case, fields in CASES.items():
-            provider: Any = model_configuration(out, kind, None, imports=False, **fields).model
+            how = {"tensor_model_parallel_size": ranks, **fields}
+            provider: Any = model_configuration(out, kind, None, imports=False, **how).model
             provider.finalize()
             if not found:
                 provider.initialize_model_parallel(seed=1)
@@ -55,7 +58,8 @@ def main(out: Path) -> None:
             for weight in encoder.parameters():
                 sizes[weight.requires_grad] += weight.numel()
             found.setdefault(kind, {})[case] = sizes[True], sizes[False], kept_bytes(encoder)
-    (out / "frozen.json").write_text(json.dumps(found))
+    if dist.get_rank() == ranks - 1:
+        (out / f"frozen-{ranks}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def extend_stage(section: Section, replays: Sequence[SectionReplay], cost: Stage
     for work in cost.first:  # the loss is replayed with the last layer
         passes = [work.phases(np.flatnonzero(domains == one)) for one in range(len(phases))]
         phases = [found + there + back for found, (there, back) in zip(phases, passes, strict=True)]
-        forward, waits = forward + [there.total for there, _ in passes], waits + np.add(*work.sent)
+        forward, waits = forward + [there.total for there, _ in passes], sum((*work.sums, *work.sent), waits)
     return replace(
         whole,
         replicas=tuple(phases),
@@ -172,7 +172,7 @@ def _replica_phases(
     moves = times @ np.where(layers_only, enter - ready + finish - leave, 0.0)
     cycle = times @ np.where(layers_only, marks[:, READY] - marks[:, ROUTE], 0.0)
     has_logits = any(lap.way == "logits" for lap in laps)
-    logits, logits_sum = has_logits * cost.last.busy, has_logits * cost.last.sums
+    logits, logits_sum = has_logits * cost.last.busy, has_logits * cost.last.sums.backward
     ahead = token + sums + cycle
     undisturbed = by_group(plan, ahead) + moves + attention + by_group(plan, logits + logits_sum)
     units = np.flatnonzero(plan.unit_replica == replica)

@@ -213,7 +213,7 @@ def _section_work(section: Section, cost: StageCost, kind: int) -> SectionWork:
         layer=layer_work(section.arrays, job, stage, cost.kinds[kind]),
         window=section.window,
         logits=cost.last.busy,
-        logits_sums=cost.last.sums,
+        logits_sums=cost.last.sums.backward,
         gpus=stage.gpus,
         width=job.tensor_parallel,
     )

@@ -84,7 +84,7 @@ def _with_encoder(spans: Iterable[PassSpan], replica: int, timing: Timing) -> It
     for section, cost in zip(timing.sections, timing.stages, strict=True):
         own = section.replica == replica
         for work in cost.first if section.number == 0 and own.any() else ():
-            seconds = {way: max(most, getattr(work, way)[own].max()) for way, most in seconds.items()}
+            seconds = {way: max(most, getattr(work.passes, way)[own].max()) for way, most in seconds.items()}
     for span in spans:
         taken = min(seconds[span.way], span.end_s - span.start_s) if span.stage == 0 == span.chunk else 0.0
         is_forward = span.way == "forward"

@@ -207,7 +207,7 @@ class LayerTimer:
             free_forward=mean(partial(free_network, "forward", everything)),
             free_backward=mean(partial(free_network, "backward", everything)),
             added=np.array([added(mode) for mode in self.offered]),
-            logits=float((stage.last.busy + stage.last.sums).max()),
+            logits=float(np.add(*stage.last.passes).max()),
             units=np.bincount(pool).astype(float),
             tokens=most(section.arrays.tokens.astype(float)),
             kept=np.array([most(allocated_bytes(sum_terms(terms, "kept"))) for terms in memory]),

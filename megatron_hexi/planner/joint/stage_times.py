@@ -47,8 +47,8 @@ class FirstTimes(NamedTuple):
         if found is None or images is None:
             return cls(0.0, 0.0, np.array(4 * [most(np.zeros(len(stage.section.units)))]))
         work, kept = found.work(0), encoder_bytes(job, images.of_units)
-        seconds = float(work.forward.max() + work.backward.max() + np.add(*work.sent).max())
-        again = float(found.layers.forward.max())
+        seconds = float(sum(one.max() for one in work.passes) + np.add(*work.sent).max())
+        again = float(found.layers.forward.sum(axis=0).max())
         return cls(seconds, again, np.array([most(allocated_bytes(part)) for part in kept]))
 
     def taken(

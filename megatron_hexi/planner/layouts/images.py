@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from megatron_hexi.cluster import Device
+from megatron_hexi.cluster import Cluster, Device, Node, Rank
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.encoder import encoder_times
 from megatron_hexi.cost.encoder_bytes import layers_again
@@ -21,17 +21,20 @@ from megatron_hexi.planner.layouts.deal import assign_in_turn
 _SEVERAL = 8.0
 
 
-def divided_images(domain: Domain, job: Job, device: Callable[[int], Device]) -> Domain:
+def divided_images(domain: Domain, job: Job, cluster: Cluster, gpu: Callable[[int], Rank]) -> Domain:
     """Return the domain with its micro-batches' images divided so that the last unit ends early.
 
     Args:
         job: the job of the domain's units; where its images are not divided, the domain stays as it is.
-        device: model of GPU of each rank.
+        gpu: the cluster's GPU of each rank.
     """
     if job.images is None or not job.images.divided:
         return domain
     members = domain.members
-    seconds = tuple(max(image_seconds(device(rank), job) for rank in member.ranks) for member in members)
+    seconds = tuple(
+        max(image_seconds(one.device, cluster.nodes[one.node], job) for one in map(gpu, member.ranks))
+        for member in members
+    )
     counts = _dealt(job.images.per_sequence * job.micro_batch_size, seconds)
     patches = {
         member.ranks: count * job.images.patches for member, count in zip(members, counts, strict=True)
@@ -39,15 +42,15 @@ def divided_images(domain: Domain, job: Job, device: Callable[[int], Device]) ->
     return domain.with_members(lambda member: replace(member, patches=patches[member.ranks]))
 
 
-@lru_cache(maxsize=64)
-def image_seconds(device: Device, job: Job) -> float:
-    """Return the seconds of one image on a GPU, forward and backward."""
+@lru_cache(maxsize=1024)
+def image_seconds(device: Device, node: Node, job: Job) -> float:
+    """Return the seconds of one image on a GPU in a unit on a node, forward and backward."""
     vision = job.model.vision
     assert vision is not None
-    layers, outside = encoder_times(device_speeds(device, job), job, np.array([_SEVERAL]))
+    own = (np.array([one]) for one in (_SEVERAL, node.unit_bandwidth(job.tensor_parallel), node.latency_s))
+    layers, outside = encoder_times(device_speeds(device, job), job, *own).sum(axis=(2, 3))
     again = layers_again(job, 0, 0)
-    whole = vision.layers * sum(layers) + again * layers.forward + sum(outside)
-    return float(np.asarray(whole)[0]) / _SEVERAL
+    return float(vision.layers * layers.sum() + again * layers[0] + outside.sum()) / _SEVERAL
 
 
 @lru_cache(maxsize=1024)

@@ -137,7 +137,7 @@ def build_domain(
             [domain], experts.count, fleet.experts.domain_size, lambda rank: fleet.expert_weight(gpu[rank])
         )
     if fleet.part is None or fleet.part.is_first:
-        domain = divided_images(domain, fleet.job, lambda rank: fleet.cluster.ranks[gpu[rank]].device)
+        domain = divided_images(domain, fleet.job, fleet.cluster, lambda rank: fleet.cluster.ranks[gpu[rank]])
     return domain
 
 

@@ -46,7 +46,7 @@ class UnitTimes:
         token, attention, busy = (np.zeros(size) for _ in range(3))
         inside, free, per_token = np.zeros(size), np.full(size, np.inf), 1.0
         for number, stage in enumerate(timing.stages):
-            logits = (stage.last.busy + stage.last.sums) / stage.layers
+            logits = np.add(*stage.last.passes) / stage.layers
             shares = [1.0] * len(stage.passes)
             if len(stage.kinds) > 1:  # shares of a mean layer
                 shares = [float(np.mean(repeat / stage.layers)) for repeat in stage.repeats]

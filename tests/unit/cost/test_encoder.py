@@ -16,6 +16,7 @@ from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.compute import Speeds
 from megatron_hexi.cost.encoder import encoder_times
 from megatron_hexi.cost.encoder_bytes import encoder_bytes, layers_again
+from megatron_hexi.cost.products import Times
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.models import Images, read_model
@@ -45,6 +46,12 @@ def with_patches(plan: Plan, *patches: int | None) -> Plan:
     return replace(plan, replicas=(replace(replica, stages=(replace(stage, domains=(domain,)),)),))
 
 
+def seconds_of(job: Any, images: Any) -> list[Times]:
+    """Seconds of a layer and of what is outside layers, by pass, without all-reduces."""
+    found = encoder_times(COUNTING, job, images, np.ones(len(images)), np.ones(len(images)))
+    return [Times(*one[:, 0]) for one in found]
+
+
 PLAN = proportional_plan(JOB.workload(), [[[2, 1]]])
 
 
@@ -70,7 +77,7 @@ def test_products_are_those_that_torch_counts(tmp_path, name, vision, side):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         visual(pixels, grid_thw=torch.tensor([[1, side, side]] * count))
     job = tiny_job(model=model, seq_length=4096, images=Images(count, patches))
-    layers, outside = encoder_times(COUNTING, job, np.array([float(count)]))
+    layers, outside = seconds_of(job, np.array([float(count)]))
     seconds = model.vision.layers * layers.forward + outside.forward
     assert seconds[0] * RATE == pytest.approx(counter.get_total_flops(), rel=1e-6)
 
@@ -104,7 +111,7 @@ def test_every_unit_encodes_all_images_unless_they_are_divided():
 def test_memory_has_the_encoder_and_its_images():
     plan = with_patches(PLAN, 1, 0)
     text, images = (CostModel(job, MACHINES).timing(plan).memory[0] for job in (TEXT, JOB))
-    assert (images["weights"] - text["weights"]).tolist() == [2 * sum(MODEL.encoder_params)] * 2
+    assert (images["weights"] - text["weights"]).tolist() == [2 * sum(MODEL.encoder_params())] * 2
     own = encoder_bytes(JOB, np.array([8.0, 0.0]))
     assert images["encoder"].tolist() == own.kept(3, 0, 1).tolist()
     assert images["encoder"][1] == 0 < images["encoder"][0]
@@ -129,7 +136,7 @@ def test_frozen_weights_have_neither_gradients_nor_state(layers):
         plan = replace(
             plan, replicas=(replace(replica, stages=(replace(replica.stages[0], layers=layers),)),)
         )
-    encoder, projectors = MODEL.encoder_params
+    encoder, projectors = MODEL.encoder_params()
     left = {(): 0, FROZEN[:1]: encoder, FROZEN[1:]: projectors, FROZEN: encoder + projectors}
     whole, *_ = timings = [CostModel(frozen(*fields), MACHINES).timing(plan) for fields in left]
     for timing, count in zip(timings, left.values(), strict=True):
@@ -144,8 +151,7 @@ def test_frozen_weights_have_neither_gradients_nor_state(layers):
 def test_frozen_encoders_have_no_backward_pass():
     images = np.array([4.0])
     (layers, ends), (behind, projected), (through, passed), (still, nothing) = (
-        encoder_times(COUNTING, job, images)
-        for job in (JOB, frozen(FROZEN[0]), frozen(FROZEN[1]), frozen(*FROZEN))
+        seconds_of(job, images) for job in (JOB, frozen(FROZEN[0]), frozen(FROZEN[1]), frozen(*FROZEN))
     )
     assert behind.forward == still.forward == through.forward == layers.forward
     assert behind.backward == still.backward == 0 < through.backward == layers.backward
@@ -163,15 +169,15 @@ def test_beside_adapters_the_encoder_is_frozen(joins):
     """Adapters join an encoder of Megatron's layers; one of transformers' is as with both parts frozen."""
     model: Any = replace(MODEL, vision=replace(ENCODER, in_megatron=joins))
     job, rank, images = replace(JOB, model=model, lora_rank=4), 4, np.array([4.0])
-    layers, outside = encoder_times(COUNTING, job, images)
+    layers, outside = seconds_of(job, images)
     kept = encoder_bytes(job, images)
     if not joins:
-        still = encoder_times(COUNTING, frozen(*FROZEN), images)
+        still = seconds_of(frozen(*FROZEN), images)
         assert [list(each) for each in (layers, outside)] == [list(each) for each in still]
         assert list(kept) == list(encoder_bytes(frozen(*FROZEN), images))
         assert job.trained_share == replace(job, images=None).trained_share
         return
-    all_layers, all_outside = encoder_times(COUNTING, JOB, images)
+    all_layers, all_outside = seconds_of(JOB, images)
     rows, wide = 4 * IMAGES.patches, 4 * ENCODER.hidden_size
     each = 2 * rank * (4 * 256 + 2 * 256 + 2 * (256 + 512))  # FLOPs of a row in a layer's adapters
     assert (layers.forward - all_layers.forward) * RATE == pytest.approx(rows * each)

@@ -134,7 +134,7 @@ def test_a_domain_of_several_groups_is_refused_by_name():
 
 
 def test_tensor_parallel_ranks_divide_heads_and_groups():
-    with pytest.raises(HexiError, match="give a number that divides the groups of these heads, 2"):
+    with pytest.raises(HexiError, match="give a number that divides the groups of these heads of tiny, 2"):
         Job(replace(TINY, state=replace(MAMBA, heads=16)), 4096, tensor_parallel=4)
 
 

@@ -27,6 +27,11 @@ MINISTAGES = """\
 - stages:
   - {layers: [0, 4], ministages: [1, 3], domains: [{ranks: [0]}]}
 """
+UNIT = """\
+- stages:
+  - layers: [0, 4]
+    domains: [{groups: [{segments: [[0, 8]], members: [{ranks: [0, 1], tokens: 8, heads: [0, 1]}]}]}]
+"""
 PIPELINE = "- stages:\n  - domains: [{ranks: [0]}]\n"
 LACKS = "plan.yaml: the first stage of replicas[{}] has {} of the {} layers that add features of images"
 
@@ -40,6 +45,12 @@ LACKS = "plan.yaml: the first stage of replicas[{}] has {} of the {} layers that
         ({"model": {"pipeline_model_parallel_size": 4}, "further": [0, 1, 3]}, LACKS.format(0, 1, 3)),
         ({"model": {"pipeline_model_parallel_size": 2}, "further": [0, 1]}, None),
         ({"plan": STAGES, "further": [5]}, None),
+        (
+            {"plan": UNIT, "further": [0], "heads": 3},
+            "plan.yaml: units of the first stage of replicas[0] have 2 ranks, which do not divide the",
+        ),
+        ({"plan": UNIT, "further": [0], "heads": 4}, None),
+        ({"plan": UNIT, "heads": 3}, None),
         ({"plan": STAGES}, None),
         (
             {"model": {"virtual_pipeline_model_parallel_size": 2}, "further": [0]},
@@ -52,7 +63,8 @@ def test_it_is_refused_by_name(job: dict[str, Any], named: str | None, monkeypat
     plan = plan_from_yaml(yaml_from_text(Path("plan.yaml"), HEADER + job.get("plan", PIPELINE)))
     given = SimpleNamespace(path="plan.yaml", plan=plan)
     monkeypatch.setattr(bridge_vision, "given_plan", lambda: given)
-    vision = {"deepstack_visual_indexes": job["further"]} if "further" in job else {}
+    vision = {"num_heads": job.get("heads", 2)}
+    vision |= {"deepstack_visual_indexes": job["further"]} if "further" in job else {}
     model = {"pipeline_model_parallel_size": 1, "num_layers": 4, "vision_config": SimpleNamespace(**vision)}
     model |= {"virtual_pipeline_model_parallel_size": None} | job.get("model", {})
     config = SimpleNamespace(model=SimpleNamespace(**model))

@@ -301,7 +301,10 @@ def test_unreadable_files_are_refused(tmp_path):
     ("changes", "said"),
     [
         ({"seq_length": 0}, "--seq-length 0: write a whole number above 0"),
-        ({"tensor_parallel": 3}, "--tensor-model-parallel-size 3: give a number that divides the heads, 4"),
+        (
+            {"tensor_parallel": 3},
+            "--tensor-model-parallel-size 3: give a number that divides the heads of tiny, 4",
+        ),
         (
             {"pipeline_parallel": 3},
             "--pipeline-model-parallel-size 3: the model has 2 layers; give 2 or fewer",

@@ -56,7 +56,7 @@ def read(tmp_path):
 def test_weights_are_those_of_transformers(read, config):
     with torch.device("meta"):
         whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config))
-    assert sum(read(config).encoder_params) == sum(
+    assert sum(read(config).encoder_params()) == sum(
         weight.numel() for weight in whole.model.visual.parameters()
     )
 
@@ -84,4 +84,4 @@ def test_what_is_wrong_is_said(read, config, words):
 
 
 def test_a_model_without_an_encoder_has_no_such_weights():
-    assert read_model("qwen3-8b").encoder_params == (0, 0)
+    assert read_model("qwen3-8b").encoder_params() == (0, 0)

@@ -40,9 +40,9 @@ MACHINES = cluster([("a", "DOUBLE", 2), ("b", "PLAIN", 2)])
 def test_the_last_unit_ends_as_early_as_whole_images_allow(count):
     job = replace(JOB, images=Images(count, 64))
     domain = proportional_plan(job.workload(), [[[1, 1], [1]]]).replicas[0].domain
-    devices = [MACHINES.ranks[gpu].device for gpu in (0, 2, 3)]
-    found: Any = divided_images(domain, job, lambda rank: devices[rank]).members
-    seconds = [image_seconds(device, job) for device in devices]
+    gpus = [MACHINES.ranks[gpu] for gpu in (0, 2, 3)]
+    found: Any = divided_images(domain, job, MACHINES, lambda rank: gpus[rank]).members
+    seconds = [image_seconds(gpu.device, MACHINES.nodes[gpu.node], job) for gpu in gpus]
     assert sum(member.patches for member in found) == count * 64
     assert {member.patches % 64 for member in found} == {0}
     ends = max(member.patches // 64 * each for member, each in zip(found, seconds, strict=True))
@@ -53,9 +53,10 @@ def test_the_last_unit_ends_as_early_as_whole_images_allow(count):
 
 def test_images_that_are_not_divided_leave_a_domain_as_it_is():
     domain = proportional_plan(JOB.workload(), [[[1, 1]]]).replicas[0].domain
-    device = MACHINES.ranks[0].device
+    gpu = MACHINES.ranks[0]
     for images in (None, replace(IMAGES, divided=False)):
-        assert divided_images(domain, replace(JOB, images=images), lambda _: device) is domain
+        job = replace(JOB, images=images)
+        assert divided_images(domain, job, MACHINES, lambda _: gpu) is domain
 
 
 def test_plans_divide_images_and_are_faster_for_it():
