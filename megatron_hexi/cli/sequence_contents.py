@@ -10,7 +10,7 @@ import typer
 from megatron_hexi.cli.bundles import Bundle
 from megatron_hexi.cli.output import say
 from megatron_hexi.errors import HexiError
-from megatron_hexi.models import Images, Job, read_documents
+from megatron_hexi.models import FROZEN_PARTS, Images, Job, read_documents
 from megatron_hexi.plan.flags import flag_name, spell_flag
 
 
@@ -74,9 +74,7 @@ class SequenceContents(Bundle):
 
     def _with_images(self, job: Job, divided: bool) -> Job:
         count, patches, name = self.images_per_sequence, self.patches, job.model.name
-        frozen = {
-            field: getattr(self, field) for field in ("freeze_vision_model", "freeze_vision_projection")
-        }
+        frozen = {field: getattr(self, field) for field in FROZEN_PARTS}
         if count is not None and patches is not None:
             return replace(job, images=Images(count, patches, divided, **frozen))
         given = {"images_per_sequence": count, "patches": patches}

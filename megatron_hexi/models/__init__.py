@@ -26,11 +26,12 @@ from megatron_hexi.models.presets import (
     reading_notes,
 )
 from megatron_hexi.models.recipes import Recipe, recipes
-from megatron_hexi.models.vision import Images
+from megatron_hexi.models.vision import FROZEN_PARTS, Images
 
 __all__ = [
     "BRIDGE_ALONE",
     "FP8_RECIPES",
+    "FROZEN_PARTS",
     "PRECISIONS",
     "ArgumentTerms",
     "Documents",

@@ -153,10 +153,9 @@ class Job:
         spelt, vision = spell_flag("images_per_sequence", images.per_sequence), self.model.vision
         if vision is None:
             raise HexiError(f"{spelt}: {self.model.name} has no encoder of images; leave it out")
-        if self.lora_rank and (images.freeze_vision_model or images.freeze_vision_projection):
-            frozen = "model" if images.freeze_vision_model else "projection"
+        if self.lora_rank and images.frozen:
             lora = spell_flag("lora_rank", self.lora_rank)
-            _refuse(f"freeze_vision_{frozen}", True, f"leave it out: {lora} freezes all but adapters")
+            _refuse(images.frozen[0], True, f"leave it out: {lora} freezes all but adapters")
         if self.image_tokens > self.seq_length:
             raise HexiError(
                 f"{spelt} {spell_flag('patches', images.patches)}: are {self.image_tokens:,.0f} tokens, more "
@@ -184,9 +183,8 @@ class Job:
             sizes += [("heads with a state", state.heads), ("groups of these heads", state.groups)]
         for what, size in sizes:
             if size % tp:
-                _refuse(
-                    "tensor_parallel", tp, f"give a number that divides the {what} of {model.name}, {size}"
-                )
+                remedy = f"give a number that divides the {what} of {model.name}, {size}"
+                _refuse("tensor_parallel", tp, remedy)
         if model.kv_heads % tp and tp % model.kv_heads:
             _refuse("tensor_parallel", tp, f"give a divisor or multiple of the {model.kv_heads} KV heads")
         if pp > model.layers:
@@ -278,9 +276,8 @@ class Job:
     @cached_property
     def trained_share(self) -> float:
         """Part of all weights that is trained, also of an encoder with adapters: 1, or less with adapters."""
-        model = self.model
-        columns = zip(model.kinds, model.layers_run, strict=True)
-        adapted, params = sum(layers * kind.matrix_columns for kind, layers in columns), model.total_params
+        model, params = self.model, self.model.total_params
+        adapted = sum(n * kind.matrix_columns for kind, n in zip(model.kinds, model.layers_run, strict=True))
         if self.images is not None and model.encoder_columns:
             adapted, params = adapted + model.encoder_columns, params + sum(model.encoder_params())
         return self.lora_rank * adapted / params if self.lora_rank else 1.0

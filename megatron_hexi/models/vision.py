@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kinds.part import LARGEST, check_sizes
@@ -99,6 +99,10 @@ class Vision:
         return patches / self.merge**2
 
 
+#: Fields of parts that may be frozen, as Megatron Bridge names them, and these parts.
+FROZEN_PARTS: Final = {"freeze_vision_model": "encoder", "freeze_vision_projection": "projectors"}
+
+
 @dataclass(frozen=True)
 class Images:
     """The images of a sequence, which are alike.
@@ -120,6 +124,11 @@ class Images:
     divided: bool = True
     freeze_vision_model: bool = False
     freeze_vision_projection: bool = False
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the fields of the parts that are not trained."""
+        return [name for name in FROZEN_PARTS if getattr(self, name)]
 
     def __post_init__(self) -> None:
         for field, flag in (("per_sequence", "images_per_sequence"), ("patches", "patches")):

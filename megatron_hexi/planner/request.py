@@ -144,7 +144,7 @@ class Request:
 
     def _can_be_cut(self, width: int) -> bool:
         try:
-            _ = self.with_width(width).encoder
+            _ = self.with_width(width).encoder  # refuses heads of the encoder that ranks cannot divide
         except HexiError:
             return False
         return True

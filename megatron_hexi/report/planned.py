@@ -12,7 +12,7 @@ from rich.text import Text
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import assumed_kernels, ceiling_tokens_per_s, estimate, planned_kernels
 from megatron_hexi.cost.memory import GIB
-from megatron_hexi.models import Job, Model
+from megatron_hexi.models import FROZEN_PARTS, Job, Model
 from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.plan.recompute import spell_recompute
 from megatron_hexi.plan.terms import join_kernels
@@ -122,8 +122,7 @@ def _spell_images(job: Job) -> str:
     images = job.images
     if images is None:
         return ""
-    parts = {"encoder": images.freeze_vision_model, "projectors": images.freeze_vision_projection}
-    frozen = " and ".join(name for name, is_frozen in parts.items() if is_frozen)
+    frozen = " and ".join(FROZEN_PARTS[name] for name in images.frozen)
     more = f"{job.image_tokens:,.0f} tokens" + (f", {frozen} frozen" if frozen else "")
     return f" with {images.per_sequence:,} images of {images.patches:,} patches ({more})"
 

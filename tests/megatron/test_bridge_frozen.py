@@ -70,7 +70,7 @@ def test_weights_of_a_rank_are_those_that_bridge_has_and_freezes(folder: Path, k
         kept[case], counted[case] = size, float(own.kept(model.vision.layers, 0, 1)[0] - own.once[0])
     assert kept["both"] == counted["both"] == 0
     # Features are counted too, which encoders return but do not keep, and inputs that two projectors share.
-    assert 0.75 * counted["model"] < kept["model"] < counted["model"]
+    assert {1: 0.8, 2: 0.75}[width] * counted["model"] < kept["model"] < counted["model"]
     # Megatron's layers and transformers' keep a little more of projectors that are trained.
     assert kept["whole"] - kept["projection"] >= counted["whole"] - counted["projection"] > 0
 

@@ -148,23 +148,11 @@ job: {micro_batch_size: 2}
 """,
 }
 #: All that a stage can offload waits in host memory.
-PLANS["turns"] = """\
-- micro_batches: 3
-  stages:
-  - layers: [0, 2]
-    ministages: 2
-    offload: [parameters, optimizer, activations]
-    domains:
-    - groups:
-      - segments: [[0, 101]]
-        members:
-        - {ranks: [0], tokens: 71, heads: [0, 3], patches: 2}
-        - {ranks: [1], tokens: 30, heads: [3, 4], patches: 1}
-  - {layers: [2, 4], ministages: 2, domains: [{ranks: [3]}]}
-- micro_batches: 1
-  stages:
-  - {layers: [0, 4], domains: [{ranks: [2], patches: 1}]}
-"""
+PLANS["turns"] = (
+    PLANS["dealt-stages"]
+    .replace("[0, 2]", "[0, 2]\n    ministages: 2\n    offload: [parameters, optimizer, activations]")
+    .replace("[2, 4]", "[2, 4], ministages: 2")
+)
 # Weights of one stage alone, which ranks gather for each ministage; first layers that add features.
 PLANS["sole-turns"] = """\
 - stages:

@@ -86,7 +86,7 @@ def _with_encoder(spans: Iterable[PassSpan], replica: int, timing: Timing) -> It
         for work in cost.first if section.number == 0 and own.any() else ():
             seconds = {way: max(most, getattr(work.passes, way)[own].max()) for way, most in seconds.items()}
     for span in spans:
-        taken = min(seconds[span.way], span.end_s - span.start_s) if span.stage == 0 == span.chunk else 0.0
+        taken = min(seconds[span.way], span.end_s - span.start_s) if span.stage == span.chunk == 0 else 0.0
         is_forward = span.way == "forward"
         cut = span.start_s + taken if is_forward else span.end_s - taken
         first, last = span._replace(end_s=cut), span._replace(start_s=cut)

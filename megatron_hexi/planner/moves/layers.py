@@ -44,16 +44,12 @@ def layer_moves(base: Candidate) -> Iterator[Move]:
             cuts, other_cuts = one.ministage_count, other.ministage_count
             least_layers = base.job.first_layers if place == 0 else 1
             for moved in (middle + way * count for count in steps for way in (-1, 1)):
-                of_first = -(
-                    -(moved - first) // (cuts or 1)
-                )  # of its ministages, which are as even as possible
-                is_left = moved - first >= (cuts or 0) and of_first >= least_layers
-                if is_left and moved <= last - (other_cuts or 1):
-                    changed = {
-                        (number, place): replace(one, layers=(first, moved), ministages=cuts),
-                        (number, place + 1): replace(other, layers=(moved, last), ministages=other_cuts),
-                    }
-                    yield least.move(changed)
+                if moved - first < (cuts or 0) or last - moved < (other_cuts or 1):
+                    continue
+                ahead = replace(one, layers=(first, moved), ministages=cuts)
+                if ahead.ministage_sizes[0] >= least_layers:
+                    behind = replace(other, layers=(moved, last), ministages=other_cuts)
+                    yield least.move({(number, place): ahead, (number, place + 1): behind})
 
 
 def recompute_moves(base: Candidate) -> Iterator[Move]:

@@ -162,9 +162,9 @@ def _offloaded(modes: Sequence[Recompute]) -> tuple[MemoryOption, ...]:
 
 def _most_ministages(job: Job, replica: Replica) -> int:
     """Return the most ministages of each stage: the first one keeps the layers that add features; 0: none."""
-    layers = [sum(stage.ministage_sizes) for stage in replica.stages]
-    counts = range(1, min(layers) + 1)
-    return max((count for count in counts if -(-layers[0] // count) >= job.first_layers), default=0)
+    least, first = min(sum(stage.ministage_sizes) for stage in replica.stages), replica.stages[0]
+    cuts = ((count, replace(first, ministages=count)) for count in range(1, least + 1))
+    return max((count for count, cut in cuts if cut.ministage_sizes[0] >= job.first_layers), default=0)
 
 
 def _cut(replica: Replica, count: int, order: Order | None) -> Replica:

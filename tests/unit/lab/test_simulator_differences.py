@@ -1,4 +1,4 @@
-"""Where the simulator and the cost model must differ, and by how much; all kinds of plans and clusters."""
+"""The simulator differs from the cost model where it must, on all kinds of plans and clusters."""
 
 import dataclasses
 from random import Random
